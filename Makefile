@@ -80,8 +80,9 @@ test-distributed: venv  ## stores that nodes share, on real servers: a Redis clu
 	$(PYTEST) -m 'slow or not slow' tests/distributed $(ARGS)
 
 .PHONY: test-gpu
-test-gpu: venv  ## loader, saver and pool on a device that is less forgiving than a GPU; and on a GPU, where there is one
-	$(PYTEST) $(JOBS) tests/unit/gpu_worker/test_{device,loader,overlap,pool_store}.py -k 'emulated or cuda' $(ARGS)
+test-gpu: venv  ## loader, saver, pool, self-check and engine on a device that is less forgiving than a GPU; and on a GPU, where there is one
+	$(PYTEST) $(JOBS) tests/unit/gpu_worker/test_{device,loader,overlap,pool_store,self_check}.py -k 'emulated or cuda' $(ARGS)
+	$(PYTEST) $(JOBS) tests/unit/gpu_worker/test_segments.py tests/e2e/test_registered.py $(ARGS)
 
 .PHONY: crash fleet soak
 crash: venv  ## kill -9 of a daemon, ROUNDS times: is what was promised there, and nothing else? (ARGS='--seed 1')

@@ -41,6 +41,7 @@ from kvstore.gpu_worker.sampling import GREEDY, Choice, NotNumbers, Sampler, Sam
 from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX
 from kvstore.gpu_worker.scheduling import Scheduler
 from kvstore.gpu_worker.truncation import Truncation, Turns, Undecided, View, check_cuttable, view
+from kvstore.gpu_worker.verdicts import Verdicts
 from kvstore.kernels.stretches import Stretch
 from kvstore.keys import ROOT, SALT_BYTES
 from kvstore.layout import NamespaceSpec
@@ -141,6 +142,7 @@ class BatchEngine:
         load_ahead: int = 0,
         compute_or_load: bool = False,
         device: Device | None = None,
+        verdicts: Verdicts | None = None,
         truncation: Truncation | None = None,
         canary_every: int = 0,
     ) -> None:
@@ -154,8 +156,9 @@ class BatchEngine:
         there before a request joins a step, which waits for the others layer by layer; by default as many as keep it
         from waiting, by what was measured. `load_ahead`: how many of those that wait begin to load.
         `compute_or_load`: what is faster to compute than to load, by what was measured, is computed. `device`: how KV
-        is copied, by default that of the model. `truncation`: how conversations that outgrow a window go on.
-        `canary_every`: of so many hits one is computed again and compared (`canary.py`); 0: none is.
+        is copied, by default that of the model; `verdicts`: which ones passed the self-check. `truncation`: how
+        conversations that outgrow a window go on. `canary_every`: of so many hits one is computed again and compared
+        (`canary.py`); 0: none is.
 
         Raises Unsupported for a model that the pool, the kernels or the store cannot serve, naming the field,
         ValueError for a setting that is too small, and whatever else the daemon has against us.
@@ -181,7 +184,8 @@ class BatchEngine:
             )
         self.truncation = truncation
         self.alarm = ""
-        """Why KV is neither loaded nor saved any more: a hit was not what this worker computes; else ""."""
+        """Why KV is neither loaded nor saved any more: a hit was not what this worker computes, or the device cannot be
+        used for it; else ""."""
         self.waiting_max = waiting_max
         self.sequences_max = sequences_max
         self._vocabulary = model.config.vocab_size
@@ -204,6 +208,7 @@ class BatchEngine:
                 save_timeout_s=save_timeout_s,
                 save_queue_bytes_max=save_queue_bytes_max,
                 device=device,
+                verdicts=verdicts,
                 choice=choice,
             )
             if connect
@@ -531,6 +536,11 @@ class BatchEngine:
         """One forward call, and the tokens that came out of it. None while all that could be computed is on its way
         from the store: the call returns soon then."""
         self._check_open()
+        if self._store is not None and self._store.failure and not self.alarm:
+            self.alarm = self._store.failure
+            self._follow(
+                self._verdict
+            )  # without a namespace from now on, and nothing that was loaded is used
         self._recognise()
         self._resolve()
         pieces = self._scheduler.schedule()

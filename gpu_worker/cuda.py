@@ -7,18 +7,24 @@ is fatal for the path, since copies from other memory hold up whoever asks for t
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore.gpu_worker.device import DeviceFailed, Event, Region, Work
+from kvstore.gpu_worker.device import CannotRegister, DeviceFailed, Event, Region, Work, view
 
 READ_ONLY = 8
 """cudaHostRegisterReadOnly: for mappings that the daemon has sealed, where the device can
 (cudaDevAttrHostRegisterReadOnlySupported; most cannot)."""
+
+
+_READ_ONLY_SUPPORTED = 113
+"""CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED."""
 
 
 class CudaEvent:
@@ -68,6 +74,9 @@ class CudaDevice:
         self.compute = CudaStream(device)
         self._streams: list[torch.cuda.Stream] = []
         self._runtime: Any = torch.cuda.cudart()
+        self.registers_read_only = _registers_read_only(device)
+        card = torch.cuda.get_device_properties(device)
+        self.identity = f"{card.name} {getattr(card, 'uuid', device.index or 0)} driver {_driver()}"
 
     def stream(self, name: str) -> CudaStream:
         self._streams.append(torch.cuda.Stream(self._device))
@@ -81,11 +90,25 @@ class CudaDevice:
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
         flags = 0 if memory.flags.writeable else READ_ONLY
-        self._check(self._runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, flags), memory)
+        with torch.cuda.device(self._device):
+            code = int(self._runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, flags))
+            if not code:
+                return
+            _forget_last_error()
+        raise CannotRegister(f"{memory.nbytes} bytes of host memory: CUDA error {code}")
 
-    def unregister(self, memory: npt.NDArray[np.uint8]) -> None:
-        torch.cuda.synchronize(self._device)  # what is in flight reads it
-        self._check(self._runtime.cudaHostUnregister(memory.ctypes.data), memory)
+    def unregister(self, address: int) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()  # what is in flight reads it
+            if code := int(self._runtime.cudaHostUnregister(address)):
+                _forget_last_error()
+                raise DeviceFailed(f"memory at {address:#x} stays registered: CUDA error {code}")
+
+    def copy_in(self, target: torch.Tensor, source: npt.NDArray[np.uint8]) -> None:
+        target.copy_(view(source, target.dtype, target.shape), non_blocking=True)
+
+    def copy_out(self, target: npt.NDArray[np.uint8], source: torch.Tensor) -> None:
+        view(target, source.dtype, source.shape).copy_(source, non_blocking=True)
 
     def reading(self, regions: Iterable[Region]) -> None: ...
 
@@ -96,8 +119,27 @@ class CudaDevice:
             stream.synchronize()
         self._streams.clear()
 
-    def _check(self, code: Any, memory: npt.NDArray[np.uint8]) -> None:
-        if int(code):
-            raise DeviceFailed(
-                f"{memory.nbytes} bytes of host memory cannot be registered: CUDA error {int(code)}"
-            )
+
+def _registers_read_only(device: torch.device) -> bool:
+    """False also where the driver cannot be asked: then memory that is read-only goes through a bounce buffer."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        found = ctypes.c_int(0)
+        code = driver.cuDeviceGetAttribute(ctypes.byref(found), _READ_ONLY_SUPPORTED, device.index or 0)
+    except (OSError, AttributeError):
+        return False
+    return code == 0 and found.value == 1
+
+
+def _driver() -> str:
+    try:
+        with open("/proc/driver/nvidia/version") as file:
+            return file.readline().strip()
+    except OSError:
+        return f"unknown, CUDA {torch.version.cuda}"
+
+
+def _forget_last_error() -> None:
+    """The runtime keeps the error of a call that failed, and the next kernel would be blamed for it."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).cudaGetLastError()

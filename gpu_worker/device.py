@@ -17,11 +17,13 @@ touch is ordered by events alone; these are all the places, and a test fails wit
     write stream       the compute stream                           attention writes what is copied out
     saver's thread     the copy into its buffer                     it reads the buffer
     loader's thread    the last copy of a load                      then the lease goes back, and slots are used again
+    loader's thread    the copy out of a bounce buffer              it fills the buffer anew
     model's thread     the last copy of a load                      chunks of one that was given up are used again
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import queue
 import threading
@@ -38,6 +40,10 @@ Work = Callable[[], None]
 Region = Hashable
 """A name for memory that is read and written as a whole: what the tests' device tells races by."""
 log = logging.getLogger(__name__)
+
+
+class CannotRegister(Exception):
+    """Host memory cannot be made known to the device: copies from it would hold up whoever asks for them."""
 
 
 class DeviceFailed(Exception):
@@ -67,10 +73,14 @@ class Stream(Protocol):
 
 
 class Device(Protocol):
-    """`compute` is the stream that the model runs on. `in_host_memory`: the client's copies reach its memory."""
+    """`compute` is the stream that the model runs on. `in_host_memory`: the client's copies reach its memory.
+    `registers_read_only`: also memory that this process cannot write. `identity`: which card it is, with which
+    driver."""
 
     name: str
+    identity: str
     in_host_memory: bool
+    registers_read_only: bool
     tracks: bool
     """Whether it looks at `reads` and `writes`: else nobody needs to tell."""
 
@@ -87,11 +97,17 @@ class Device(Protocol):
         """These hold KV from now on, at these addresses for as long as the device lives."""
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Host memory that others made: streams copy from and to it as with `buffer`. Raises DeviceFailed: without it
-        the path is not to be used."""
+        """Host memory that others made: streams copy from it, and to it if it is writable, as with `buffer`. Keeps no
+        view of it. Raises CannotRegister: without it the path is not to be used."""
 
-    def unregister(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Before it is unmapped."""
+    def unregister(self, address: int) -> None:
+        """Memory that begins there, before it is unmapped. Waits for what is in flight."""
+
+    def copy_in(self, target: torch.Tensor, source: npt.NDArray[np.uint8]) -> None:
+        """Of work on a stream: bytes of host memory become `target`."""
+
+    def copy_out(self, target: npt.NDArray[np.uint8], source: torch.Tensor) -> None:
+        """Of work on a stream: `target` becomes the bytes of `source`."""
 
     def reading(self, regions: Iterable[Region]) -> None:
         """The calling thread reads these."""
@@ -222,8 +238,6 @@ class HereStream:
 class ThreadDevice:
     """What the makes have in common whose streams are threads."""
 
-    in_host_memory = True
-
     def __init__(self) -> None:
         self.failure: Exception | None = None
         """The first of any stream."""
@@ -243,6 +257,9 @@ class CpuDevice(ThreadDevice):
     """The host's own memory and threads."""
 
     name = "cpu"
+    identity = "cpu"
+    in_host_memory = True
+    registers_read_only = True
     tracks = False
 
     def __init__(self) -> None:
@@ -256,13 +273,24 @@ class CpuDevice(ThreadDevice):
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None: ...
 
-    def unregister(self, memory: npt.NDArray[np.uint8]) -> None: ...
+    def unregister(self, address: int) -> None: ...
+
+    def copy_in(self, target: torch.Tensor, source: npt.NDArray[np.uint8]) -> None:
+        target.copy_(view(source, target.dtype, target.shape))
+
+    def copy_out(self, target: npt.NDArray[np.uint8], source: torch.Tensor) -> None:
+        view(target, source.dtype, source.shape).copy_(source)
 
     def reading(self, regions: Iterable[Region]) -> None: ...
 
     def freeing(self, regions: Iterable[Region]) -> None: ...
 
 
-def view(memory: npt.NDArray[Any] | memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Host memory as a tensor, without a copy."""
-    return torch.frombuffer(memory, dtype=dtype).view(*shape)
+def view(memory: npt.NDArray[Any], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Host memory as a tensor, without a copy. What is read-only is so no more: nobody may write it."""
+    if memory.flags.writeable:
+        return torch.frombuffer(memory.data, dtype=dtype).view(*shape)
+    # torch takes such memory, and says each time that it would rather not
+    same = (ctypes.c_uint8 * memory.nbytes).from_address(memory.ctypes.data)
+    same.owner = memory  # type: ignore[attr-defined]  # what is mapped stays so
+    return torch.frombuffer(same, dtype=dtype).view(*shape)

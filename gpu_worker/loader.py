@@ -12,6 +12,7 @@ to lie at other positions than they were computed at are rotated on the way, fro
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,10 +22,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvstore.errors import Unsupported
-from kvstore.gpu_worker.device import CpuDevice, Device, DeviceFailed, Event, Region, Stream, view
+from kvstore.gpu_worker.bounce import BounceRing
+from kvstore.gpu_worker.device import CpuDevice, Device, DeviceFailed, Event, Region, Stream, Work
 from kvstore.gpu_worker.layout import Bits, Geometry
 from kvstore.gpu_worker.positions import Positions
 from kvstore.kernels.rotate import Rotation, rotate
@@ -56,7 +59,7 @@ class Piece:
 
 Target = Callable[[int, Piece], Any]
 """Where a piece goes in a layer: [2, H_kv, token_count, D], `Bits` in host memory, else a tensor; or a list of such,
-whose tokens follow one another."""
+whose tokens follow one another, with a number in place of tokens that go nowhere."""
 Regions = Callable[[int], Iterable[Region]]
 """What a layer of the load writes, for devices that look at that."""
 
@@ -76,6 +79,8 @@ class Load:
         stream: Stream,
         after: Sequence[Event],
         regions: Regions,
+        bounce: BounceRing | None,
+        sample: Sample | None,
     ) -> None:
         tokens = sum(piece.token_count for piece in pieces)
         self.bytes = tokens * geometry.token_bytes * geometry.layers
@@ -101,6 +106,8 @@ class Load:
         self._stream = stream
         self._after = after
         self._regions = regions
+        self._bounce = bounce
+        self._sample = sample
         self._source: Region = ("lease", id(lease))
         self._deadline = self.started_at + deadline_s
         self._changed = threading.Condition()
@@ -193,8 +200,35 @@ class Load:
                 if done == 0:
                     self.begun.set_result(None)
         self.seconds = max(time.monotonic() - self._copying_since, 1e-9)
-        if not self._device.in_host_memory and not self._intact():
+        if self._reads_slots and not self._lease.intact():
             self.cancel("the lease was void when it had been copied")
+        elif self._sample is not None and (found := self._differs(self._sample.number)):
+            self.cancel(found)
+            self._sample.on_wrong(found)
+
+    def _differs(self, number: int) -> str:
+        """One slice of the load, back out of the device's memory: whether it is what the store has; "" if it is."""
+        layer, piece = number % self._geometry.layers, self._pieces[number % len(self._pieces)]
+        target = self._target(layer, piece)
+        if piece.delta or isinstance(target, list):
+            return ""
+        size = self._piece_bytes(piece)
+        found, wanted = self._device.buffer(size), np.empty(size, np.uint8)
+        region: Region = ("sample", id(self))
+        self._stream.run(
+            lambda: self._device.copy_out(found, target),
+            reads=list(self._regions(layer)),
+            writes=[region],
+        )
+        self._events.append(self._stream.record())  # the load has ended when this is over, too
+        self._events[-1].synchronize()
+        self._device.freeing([region])
+        if not self._lease.copy_many([(piece.index, SHARD, self._geometry.offset(layer), wanted)]):
+            return ""  # nothing can be said, and what was loaded was intact
+        wrong = np.flatnonzero(found != wanted)
+        if not len(wrong):
+            return ""
+        return f"{len(wrong)} of {size} bytes in layer {layer} are not those of the store, the first at {wrong[0]}"
 
     def _give_back(self) -> None:
         try:
@@ -206,22 +240,42 @@ class Load:
         finally:
             self._lease.release()
 
+    @property
+    def _reads_slots(self) -> bool:
+        """Whether the device reads the arena by itself: only afterwards it shows that this was the committed bytes."""
+        return not self._device.in_host_memory and self._bounce is None
+
     def _copy(self, layer: int) -> None:
         """Gives the stream the copies of one layer."""
         offset = self._geometry.offset(layer)
         plain: list[tuple[int, int, int, Any]] = []
         others: list[tuple[Piece, list[Any]]] = []
         """What is not copied as it is: it moves, or goes to several places."""
+        placed: list[tuple[Piece, list[Any]]] = []
         for piece in self._pieces:
             target = self._target(layer, piece)
+            placed.append((piece, target if isinstance(target, list) else [target]))
             if piece.delta or isinstance(target, list):
-                others.append((piece, target if isinstance(target, list) else [target]))
+                others.append(placed[-1])
             else:
                 plain.append((piece.index, SHARD, offset, target))
-        work = self._bring if self._device.in_host_memory else self._enqueue
-        self._stream.run(
-            partial(work, layer, plain, others), reads=[self._source], writes=list(self._regions(layer))
-        )
+        if self._bounce is not None:
+            self._bring_by_bounce(self._bounce, layer, placed)
+        elif self._device.in_host_memory:
+            self._give(layer, partial(self._bring, layer, plain, others), self._source)
+        else:
+            slices = [(piece.index, SHARD, offset, self._piece_bytes(piece)) for piece in self._pieces]
+            sources = self._lease.unsafe_views(slices)
+            if sources is None:
+                self.cancel(f"the lease was void at layer {layer}")
+            else:
+                self._give(layer, partial(self._enqueue, layer, placed, sources), self._source)
+
+    def _give(self, layer: int, work: Work, source: Region) -> None:
+        self._stream.run(work, reads=[source], writes=list(self._regions(layer)))
+
+    def _piece_bytes(self, piece: Piece) -> int:
+        return piece.token_count * self._geometry.token_bytes
 
     def _bring(
         self,
@@ -235,9 +289,9 @@ class Load:
             return
         try:
             offset, copies, stored = self._geometry.offset(layer), list(plain), []
-            for piece, targets in others:
-                _, heads, _, size = targets[0].shape
-                stored.append(np.empty((2, heads, piece.token_count, size), targets[0].dtype))
+            for piece, _ in others:
+                whole_shape = (2, self._geometry.heads, piece.token_count, self._geometry.head_dim)
+                stored.append(np.empty(whole_shape, f"i{self._geometry.dtype.itemsize}"))
                 copies.append((piece.index, SHARD, offset, stored[-1]))
             whole = not copies or self._lease.copy_many(copies)
             if whole:
@@ -253,8 +307,10 @@ class Load:
     def _scatter(self, layer: int, piece: Piece, stored: Bits, targets: Sequence[Bits]) -> None:
         begin = 0
         for target in targets:
-            here = slice(begin, begin + target.shape[2])
+            here = slice(begin, begin + (target if isinstance(target, int) else target.shape[2]))
             begin = here.stop
+            if isinstance(target, int):
+                continue
             if not piece.delta:
                 target[...] = stored[:, :, here]
                 continue
@@ -275,23 +331,29 @@ class Load:
     def _enqueue(
         self,
         layer: int,
-        plain: Sequence[tuple[int, int, int, torch.Tensor]],
-        others: Sequence[tuple[Piece, Sequence[torch.Tensor]]],
+        placed: Sequence[tuple[Piece, Sequence[torch.Tensor | int]]],
+        sources: Sequence[npt.NDArray[np.uint8]],
     ) -> None:
-        """Copies right out of the mapped slots. What was read is not used before `_intact` has said that it was the
-        committed bytes, at the end."""
-        for index, shard, offset, target in plain:
-            if (source := self._slot(index, shard, offset, target)) is not None:
-                target.copy_(source, non_blocking=True)
-        for piece, targets in others:
-            _, heads, _, size = targets[0].shape
-            stored = targets[0].new_empty((2, heads, piece.token_count, size))
-            source = self._slot(piece.index, SHARD, self._geometry.offset(layer), stored)
-            if source is None:
-                return
-            stored.copy_(source, non_blocking=True)
+        """Copies out of these bytes. What is read of the arena itself is not used before `ReadLease.intact` has said
+        that it was the committed bytes, at the end."""
+        if self._failure:
+            return
+        for (piece, targets), source in zip(placed, sources, strict=True):
+            first = targets[0]
+            if not piece.delta and len(targets) == 1 and not isinstance(first, int):
+                self._device.copy_in(first, source)
+                continue
+            like = next((target for target in targets if not isinstance(target, int)), None)
+            if like is None:
+                continue
+            shape = (2, self._geometry.heads, piece.token_count, self._geometry.head_dim)
+            stored = like.new_empty(shape)
+            self._device.copy_in(stored, source)
             begin = 0
             for target in targets:
+                if isinstance(target, int):
+                    begin += target
+                    continue
                 here = stored[:, :, begin : begin + target.shape[2]]
                 begin += target.shape[2]
                 if piece.delta:
@@ -300,29 +362,63 @@ class Load:
                 else:
                     target.copy_(here)
 
-    def _slot(self, index: int, shard: int, offset: int, target: torch.Tensor) -> torch.Tensor | None:
-        slot = self._lease.unsafe_view(index, shard)
-        if slot is None:
-            self.cancel("the lease was void")
-            return None
-        return view(slot[offset : offset + target.nbytes], target.dtype, target.shape)
+    def _bring_by_bounce(
+        self, ring: BounceRing, layer: int, placed: Sequence[tuple[Piece, Sequence[torch.Tensor | int]]]
+    ) -> None:
+        """Bytes are copied by this thread into buffers that the device copies from. The lease compares generations
+        before and after the first copy, so that what is in a buffer was the committed bytes."""
+        offset = self._geometry.offset(layer)
+        for batch in ring.batches([self._piece_bytes(piece) for piece in self._pieces]):
+            some = [placed[number] for number in batch]
+            buffer = ring.take()
+            sources, at = [], 0
+            for piece, _ in some:
+                sources.append(buffer.memory[at : at + self._piece_bytes(piece)])
+                at += self._piece_bytes(piece)
+            copies = [
+                (piece.index, SHARD, offset, source) for (piece, _), source in zip(some, sources, strict=True)
+            ]
+            if not self._lease.copy_many(copies):
+                self.cancel(f"the lease was void at layer {layer}")
+                return
+            self._give(layer, partial(self._enqueue, layer, some, sources), buffer.region)
+            buffer.sent = self._stream.record()
 
-    def _intact(self) -> bool:
-        return all(self._lease.unsafe_view(piece.index, SHARD) is not None for piece in self._pieces)
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """This load is compared with the store when it has been copied. `number` says what of it; `on_wrong` is called with
+    what differs, on the loader's thread."""
+
+    number: int
+    on_wrong: Callable[[str], None]
 
 
 class Loader:
     """One thread that gives loads to one stream, in the order in which they were started."""
 
     def __init__(
-        self, geometry: Geometry, positions: Positions | None = None, *, device: Device | None = None
+        self,
+        geometry: Geometry,
+        positions: Positions | None = None,
+        *,
+        device: Device | None = None,
+        bounce: bool = False,
+        sample_every: int = 0,
+        on_wrong: Callable[[str], None] = lambda found: None,
     ) -> None:
-        """`positions`: of a model whose keys can be moved."""
+        """`positions`: of a model whose keys can be moved. `bounce`: the device cannot read the arena, and is given its
+        bytes through buffers of its own. Of so many loads (`sample_every`; 0: none) into memory that is not the host's
+        one is compared with the store, and `on_wrong` told of what differs."""
         self._geometry = geometry
         self._positions = positions
         self._own = device is None
         self._device = device or CpuDevice()
         self._stream = self._device.stream("kv-read")
+        self._sample_every = 0 if self._device.in_host_memory else sample_every
+        self._on_wrong = on_wrong
+        self._started = 0
+        self._bounce = BounceRing(self._device, geometry.slice_bytes) if bounce else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-loader")
 
     def start(
@@ -356,9 +452,17 @@ class Loader:
             self._stream,
             after,
             regions,
+            self._bounce,
+            self._sampled(),
         )
         load.ended = self._thread.submit(load.run)
         return load
+
+    def _sampled(self) -> Sample | None:
+        self._started += 1
+        if not self._sample_every or self._started % self._sample_every:
+            return None
+        return Sample(secrets.randbits(31), self._on_wrong)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)

@@ -31,12 +31,15 @@ from kvstore.gpu_worker.choices import decode, encode, store_key
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Plan, Why
 from kvstore.gpu_worker.device import Device, Event, device_of
 from kvstore.gpu_worker.hbm_pool import HbmPool
-from kvstore.gpu_worker.loader import Load, Loader, LoadFailed, Piece
+from kvstore.gpu_worker.loader import SHARD, Load, Loader, LoadFailed, Piece, Target
 from kvstore.gpu_worker.positions import Positions
 from kvstore.gpu_worker.request import Request
 from kvstore.gpu_worker.residency import REPORT_KEYS_MAX, Reporter
 from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX, ChoiceSave, PartSave, Saver, Shards, TurnSave
+from kvstore.gpu_worker.segments import Path, Segments
+from kvstore.gpu_worker.self_check import Refused, check
 from kvstore.gpu_worker.store import CONNECT_AGAIN_S, Store
+from kvstore.gpu_worker.verdicts import Verdicts, default_file, subject
 from kvstore.gpu_worker.write_buffer import Outgoing, WriteBuffer, regions
 from kvstore.layout import NamespaceSpec
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome, Reason
@@ -45,6 +48,9 @@ if TYPE_CHECKING:
     from kvstore.client import Client, Namespace, ReadLease
 
 TELL_TIMEOUT_S = 5.0
+SAMPLE_EVERY = 256
+REGISTER_TIMEOUT_S = 120.0
+"""Of the segments that there are at the start: some tenths of a second for a GiB."""
 LOOKUP_THREADS = 8
 """A lookup waits for what is promoted from SSD: others go on beside it."""
 log = logging.getLogger(__name__)
@@ -99,9 +105,13 @@ class PoolStore:
         save_queue_bytes_max: int = QUEUE_BYTES_MAX,
         device: Device | None = None,
         choice: ComputeOrLoad | None = None,
+        verdicts: Verdicts | None = None,
+        sample_every: int = SAMPLE_EVERY,
     ) -> None:
         """`spec`: of the namespace; None: none for now (see `use`). `choice`: by which loading and computing are
-        weighed; None: whatever is there is loaded. `device`: by default that of the model. Raises
+        weighed; None: whatever is there is loaded. `device`: by default that of the model; one whose memory is not the
+        host's is checked (`self_check.py`) before it is first used, unless `verdicts` say that it has passed, and of
+        `sample_every` loads one is compared with the store. Raises
         Unsupported for a model on a device that no make of `device.py` is for, and whatever the daemon has against
         us."""
         self._device = device or device_of(model.device)
@@ -110,17 +120,27 @@ class PoolStore:
         self._choice = choice
         self._chunk_tokens = pool.geometry.chunk_tokens
         self._lookup_timeout_s = lookup_timeout_s
+        self.segments = Segments(self._device)
+        self._verdicts = verdicts or Verdicts(default_file())
+        self._sample_every = sample_every
         self._store = Store(
-            connect,
+            self._attaching(connect),
             spec,
             lookup_timeout_s=lookup_timeout_s,
             promote_timeout_s=promote_timeout_s,
             counters=counters,
+            opened=self._register_all,
         )
+        if self.failure:
+            self._store.close()
+            self.segments.close()
+            raise _cannot_be_used(self._device, self.failure)
         self._lookups = ThreadPoolExecutor(max_workers=LOOKUP_THREADS, thread_name_prefix="kv-lookup")
         self._no_lookup_before = 0.0
         self._positions = _positions_of(model)
-        self._loader = Loader(pool.geometry, self._positions, device=self._device)
+        self._loader = self._make_loader(bounce=False)
+        self._bouncing: Loader | None = None
+        """Of a device that cannot read the arena by itself; made when it turns out to be one."""
         self._buffer = WriteBuffer(pool, self._device)
         self._staged: dict[Request, Outgoing] = {}
         """Chunks that become full in the step that runs."""
@@ -141,6 +161,81 @@ class PoolStore:
         """Saves that go on behind, each with the keys of all its full chunks."""
         self._saving: dict[str, TurnSave] = {}
         """The last one of each session, while it goes on."""
+
+    def _attaching(self, connect: Callable[[], Client]) -> Callable[[], Client]:
+        """The client that a device can be used with: segments are registered before anything is read from them."""
+
+        def attached() -> Client:
+            client = connect()
+            try:
+                self.segments.attach(client)
+                self._prove(client)
+            except BaseException:
+                client.close()
+                raise
+            return client
+
+        return attached
+
+    def _make_loader(self, *, bounce: bool) -> Loader:
+        return Loader(
+            self._pool.geometry,
+            self._positions,
+            device=self._device,
+            bounce=bounce,
+            sample_every=self._sample_every,
+            on_wrong=self._distrust,
+        )
+
+    def _prove(self, client: Client) -> None:
+        """Raises Unsupported for a device that does not pass."""
+        if self.failure:
+            raise _cannot_be_used(self._device, self.failure)
+        path, geometry = self.segments.path, self._pool.geometry
+        if path is Path.DIRECT:
+            return
+        about = subject(self._device, geometry, path.value)
+        if self._verdicts.passed(about):
+            return
+        try:
+            check(self._device, self._pool.layers[0].device, geometry, client.open, path=path)
+        except Refused as refused:
+            self.segments.fail(f"the device did not pass its self-check: {refused}")
+            raise _cannot_be_used(self._device, self.failure) from refused
+        self._verdicts.note(about)
+
+    def _distrust(self, found: str) -> None:
+        """A load that was compared is not what the store has."""
+        self._verdicts.take_back(self._device)
+        self.segments.fail(f"what {self._device.name} was given is not what it has: {found}")
+
+    def _register_all(self, namespace: Namespace) -> None:
+        """Of this worker's shards: what is there now. Others follow when they are first looked up."""
+        if self.segments.path is Path.REGISTERED:
+            namespace.map_segments(shards=(SHARD,), timeout_s=REGISTER_TIMEOUT_S)
+
+    @property
+    def failure(self) -> str:
+        """Why KV can neither be loaded nor saved any more by this device; "" while it can."""
+        return self.segments.failure
+
+    def _start_load(
+        self, lease: ReadLease, pieces: Sequence[Piece], place: Target, chunks: Sequence[int]
+    ) -> Load:
+        """Nobody waits for it but by asking whether it has ended: copies between memories end."""
+        loader = self._loader
+        if self.segments.path is Path.BOUNCE:
+            if self._bouncing is None:
+                self._bouncing = self._make_loader(bounce=True)
+            loader = self._bouncing
+        return loader.start(
+            lease,
+            pieces,
+            place,
+            deadline_s=float("inf"),
+            after=self._before_overwriting(chunks),
+            regions=lambda layer: regions(layer, chunks),
+        )
 
     @property
     def connected(self) -> bool:
@@ -311,15 +406,7 @@ class PoolStore:
         def place(layer: int, piece: Piece) -> Any:
             return layers[layer][chunks[piece.first_token // size - first]][:, :, : piece.token_count]
 
-        # Nobody waits for it but by asking whether it has ended: copies between memories end
-        return self._loader.start(
-            found.lease,
-            pieces,
-            place,
-            deadline_s=float("inf"),
-            after=self._before_overwriting(chunks),
-            regions=lambda layer: regions(layer, chunks),
-        )
+        return self._start_load(found.lease, pieces, place, chunks)
 
     def _before_overwriting(self, chunks: Sequence[int]) -> list[Event]:
         """What may still touch these chunks: computing for whoever had them, and copies out of them."""
@@ -334,25 +421,20 @@ class PoolStore:
         layers = self._buffer.layers or self._pool.layers
 
         def place(layer: int, piece: Piece) -> Any:
-            targets = []
+            targets: list[Any] = []
             at, end = piece.first_token, piece.first_token + piece.token_count
             while at < end:
                 number, inside = divmod(at, size)
                 until = min(size, inside + end - at)
-                chunk = layers[layer][chunks[max(number - first, 0)]][:, :, inside:until]
                 # Of what others have loaded already, and share, no byte is written again
-                targets.append(chunk if number >= first else _nowhere(chunk))
+                if number >= first:
+                    targets.append(layers[layer][chunks[number - first]][:, :, inside:until])
+                else:
+                    targets.append(until - inside)
                 at += until - inside
-            return targets[0] if len(targets) == 1 else targets
+            return targets[0] if len(targets) == 1 and not isinstance(targets[0], int) else targets
 
-        return self._loader.start(
-            found.lease,
-            pieces,
-            place,
-            deadline_s=float("inf"),
-            after=self._before_overwriting(chunks),
-            regions=lambda layer: regions(layer, chunks),
-        )
+        return self._start_load(found.lease, pieces, place, chunks)
 
     def load_apart(self, found: Found, chunks: Sequence[int]) -> Load:
         """The parts that are there, each as it is into one of these chunks. Takes over the lease."""
@@ -638,15 +720,22 @@ class PoolStore:
             self._reporter.close()
             self._lookups.shutdown(wait=True)
             self._loader.close()
+            if self._bouncing is not None:
+                self._bouncing.close()
             self.saver.close(timeout_s)
-            self._device.close()
         finally:
             self._store.close()
+            self.segments.close()
+            self._device.close()
 
 
-def _nowhere(like: Any) -> Any:
-    """Memory of the same kind and shape, that nobody reads."""
-    return np.empty_like(like) if isinstance(like, np.ndarray) else torch.empty_like(like)
+def _cannot_be_used(device: Device, why: str) -> Unsupported:
+    return Unsupported(
+        f"KV cannot be moved from and to it: {why}",
+        field="device",
+        value=device.name,
+        remedy="see `kvctl doctor gpu`, and the limit of locked memory; or have the model on a CPU",
+    )
 
 
 def _positions_of(model: PreTrainedModel) -> Positions | None:

@@ -28,6 +28,7 @@ from kvstore.gpu_worker.device import CpuDevice, Device, DeviceFailed
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.layout import Geometry
 from kvstore.gpu_worker.loader import Loader, LoadFailed, Piece
+from kvstore.gpu_worker.segments import Path, Segments
 from kvstore.gpu_worker.write_buffer import WriteBuffer, regions
 from kvstore.kernels.pages.cpu import INTEGERS
 from kvstore.layout import NamespaceSpec
@@ -44,6 +45,12 @@ GEOMETRIES = (
     Geometry(layers=2, heads=3, head_dim=64, dtype=torch.float32, chunk_tokens=32),
 )
 TIMEOUT_S = 30.0
+HOW = {
+    Path.DIRECT: "the client copies, into memory of the host",
+    Path.REGISTERED: "the device copies out of the arena, whose segments are registered with it",
+    Path.BOUNCE: "the device copies out of a bounce ring: the daemon's protection is sealed, and the device registers "
+    'no memory that is read-only; with protection = "group" one copy less',
+}
 
 
 class Refused(Exception):
@@ -80,15 +87,17 @@ def check(
     geometry: Geometry,
     open_namespace: Callable[[NamespaceSpec], Namespace],
     *,
+    path: Path = Path.DIRECT,
     seed: int = 0,
     timeout_s: float = TIMEOUT_S,
 ) -> Passed:
-    """One shape, in a pool of its own in the memory of `where`, which is that of `device`. What it stores it drops
-    again. Raises Refused, naming what differs or failed, and StoreError where the store is not there."""
+    """One shape, in a pool of its own in the memory of `where`, which is that of `device`, which gets at the arena by
+    `path`. What it stores it drops again. Raises Refused, naming what differs or failed, and StoreError where the store
+    is not there."""
     namespace = open_namespace(spec_of(geometry))
     keys: list[ChunkKey] = []
     try:
-        return _Check(device, where, geometry, namespace, seed, timeout_s).run(keys)
+        return _Check(device, where, geometry, namespace, path, seed, timeout_s).run(keys)
     except (DeviceFailed, LoadFailed) as error:
         raise Refused(f"{_named(geometry)}: {error}") from error
     finally:
@@ -103,9 +112,11 @@ class _Check:
         where: torch.device,
         geometry: Geometry,
         namespace: Namespace,
+        path: Path,
         seed: int,
         timeout_s: float,
     ) -> None:
+        self.path = path
         self.device, self.geometry, self.namespace, self.timeout_s = device, geometry, namespace, timeout_s
         self.pool = HbmPool(geometry, 2 * CHUNKS, device=where)
         device.adopt(self.pool.layers)
@@ -168,7 +179,7 @@ class _Check:
 
     def _load(self, targets: Sequence[int], keys: Sequence[ChunkKey]) -> float:
         begun = time.perf_counter()
-        loader = Loader(self.geometry, device=self.device)
+        loader = Loader(self.geometry, device=self.device, bounce=self.path is Path.BOUNCE)
         size = self.geometry.chunk_tokens
         try:
             loads = []
@@ -243,29 +254,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     from kvstore.client import connect
 
-    with connect(options.run_dir, timeout_s=options.timeout) as client:
-        for name, where, make in devices():
-            finding = {"check": name, "ok": True, "detail": "", "remedy": ""}
-            device = make()
-            try:
-                passed = [check(device, where, geometry, client.open) for geometry in GEOMETRIES]
-                moved = sum(one.bytes for one in passed)
-                finding["detail"] = (
-                    f"{moved >> 10} KiB there and back in {len(passed)} shapes, no byte differs; out "
-                    f"{moved / sum(one.out_s for one in passed) / 1e6:.0f} MB/s, in "
-                    f"{moved / sum(one.in_s for one in passed) / 1e6:.0f} MB/s, with all that goes with it"
-                )
-            except Refused as refused:
-                finding |= {"ok": False, "detail": str(refused)}
-                finding["remedy"] = "do not use this device with the store, and look at its driver and memory"
-            except StoreError as error:
-                finding |= {"ok": False, "detail": error.message}
-                finding["remedy"] = error.remedy or "see the daemon's log"
-            finally:
-                device.close()
-            print(json.dumps(finding), flush=True)
-            if not finding["ok"]:
-                sys.exit(1)
+    for name, where, make in devices():
+        finding: dict[str, object] = {"check": name, "ok": True, "detail": "", "remedy": ""}
+        device = make()
+        segments = Segments(device)
+        try:
+            with connect(options.run_dir, timeout_s=options.timeout) as client:
+                segments.attach(client)
+                passed = [
+                    check(device, where, geometry, client.open, path=segments.path) for geometry in GEOMETRIES
+                ]
+            if segments.failure:
+                raise Refused(segments.failure)
+            moved = sum(one.bytes for one in passed)
+            finding["detail"] = (
+                f"{moved >> 10} KiB there and back in {len(passed)} shapes, no byte differs; out "
+                f"{moved / sum(one.out_s for one in passed) / 1e6:.0f} MB/s, in "
+                f"{moved / sum(one.in_s for one in passed) / 1e6:.0f} MB/s, with all that goes with it; "
+                f"{HOW[segments.path]}"
+            )
+        except Refused as refused:
+            finding |= {"ok": False, "detail": segments.failure or str(refused)}
+            finding["remedy"] = "do not use this device with the store, and look at its driver and memory"
+        except StoreError as error:
+            finding |= {"ok": False, "detail": error.message}
+            finding["remedy"] = error.remedy or "see the daemon's log"
+        segments.close()
+        device.close()
+        print(json.dumps(finding), flush=True)
+        if not finding["ok"]:
+            sys.exit(1)
 
 
 if __name__ == "__main__":

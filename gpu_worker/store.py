@@ -36,14 +36,17 @@ class Store:
         lookup_timeout_s: float,
         promote_timeout_s: float,
         counters: Counter[str],
+        opened: Callable[[Namespace], None] = lambda namespace: None,
     ) -> None:
         """`connect` makes the client, which `close` closes. `spec`: of the namespace; None: no namespace for now.
+        `opened` is called where a namespace was opened and nobody waits for it: at the start, and in the background.
         Raises whatever the daemon has against us or the namespace; not that there is none."""
         self.spec = spec
         self._connect = connect
         self._lookup_timeout_s = lookup_timeout_s
         self._promote_timeout_s = promote_timeout_s
         self._counters = counters
+        self._opened = opened
         self._client: Client | None = None
         self._namespaces: dict[NamespaceSpec, Namespace] = {}
         self._connecting: threading.Thread | None = None
@@ -54,7 +57,7 @@ class Store:
         if spec is None:
             return
         try:
-            self._open(spec)
+            opened(self._open(spec))
         except (Unavailable, DeadlineExceeded) as error:
             log.warning("working without a store for now: %s", error)
             self._connect_at = time.monotonic() + CONNECT_AGAIN_S
@@ -167,17 +170,18 @@ class Store:
 
     def _open_again(self, spec: NamespaceSpec) -> None:
         try:
-            self._open(spec)
+            self._opened(self._open(spec))
         except StoreError as error:
             if not self._closed:
                 log.warning("still working without a store: %s", error)
             self._connect_at = time.monotonic() + CONNECT_AGAIN_S
 
-    def _open(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> None:
+    def _open(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> Namespace:
         client = self._client or self._connect()
         with self._closing:
             closed, self._client = self._closed, client
         if closed:
             client.close()
             raise Unavailable("the engine is closed", remedy="make another one")
-        self._namespaces[spec] = client.open(spec, timeout_s=timeout_s)
+        namespace = self._namespaces[spec] = client.open(spec, timeout_s=timeout_s)
+        return namespace

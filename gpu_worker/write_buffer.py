@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.gpu_worker.device import Device, DeviceFailed, Event, Region, view
+from kvstore.gpu_worker.device import Device, DeviceFailed, Event, Region
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.layout import Bits, bits
 
@@ -74,10 +75,12 @@ class Outgoing:
         return shard
 
     def release(self) -> None:
-        """The saver needs it no more. Buffers that a copy may still write are left to whoever collects garbage."""
+        """The saver needs it no more. Buffers that a copy may still write are used again once that is over."""
         shards, self._shards = self._shards, []
         if self._waited:
             self._buffer.give_back(shards)
+        elif shards:
+            self._buffer.leave(shards, self._ready or self._buffer.stream.record())
 
     def _copy(self, layer: int) -> None:
         pool, size = self._buffer.pool, self._buffer.pool.geometry.chunk_tokens
@@ -89,9 +92,8 @@ class Outgoing:
             if self._buffer.layers is not None:
                 geometry.window(shard, layer, count)[...] = self._buffer.layers[layer][chunk][:, :, :count]
             else:
-                shape = (2, geometry.heads, count, geometry.head_dim)
-                target = view(shard[start : start + used], geometry.dtype, shape)
-                target.copy_(pool.layers[layer][chunk][:, :, :count], non_blocking=True)
+                source = pool.layers[layer][chunk][:, :, :count]
+                self._buffer.device.copy_out(shard[start : start + used], source)
             shard[start + used : start + geometry.slice_bytes] = 0
 
 
@@ -110,6 +112,8 @@ class WriteBuffer:
         """Chunk -> the last copy out of it that may be in flight. Of the model's thread."""
         self._lock = threading.Lock()
         self._spare: list[npt.NDArray[np.uint8]] = []
+        self._leaving: list[tuple[list[npt.NDArray[np.uint8]], Event]] = []
+        """Given back while a copy may still write them, and after which event it does not."""
 
     def __repr__(self) -> str:
         return f"WriteBuffer({len(self._reads)} chunks being copied, {len(self._spare)} buffers to spare)"
@@ -138,9 +142,23 @@ class WriteBuffer:
 
     def take(self) -> npt.NDArray[np.uint8]:
         with self._lock:
+            over, going_on = [], []
+            for entry in self._leaving:
+                (over if entry[1].query() else going_on).append(entry)
+            self._leaving = going_on
+        for shards, event in over:
+            with suppress(DeviceFailed):  # then nothing is copied any more
+                event.synchronize()
+                self.give_back(shards)
+        with self._lock:
             if self._spare:
                 return self._spare.pop()
         return self.device.buffer(self.pool.geometry.shard_bytes)
+
+    def leave(self, shards: list[npt.NDArray[np.uint8]], event: Event) -> None:
+        """To be given back after it. Until then they are ours: freed memory is somebody else's at once."""
+        with self._lock:
+            self._leaving.append((shards, event))
 
     def give_back(self, shards: Sequence[npt.NDArray[np.uint8]]) -> None:
         try:

@@ -371,6 +371,17 @@ class Recalled:
 
 
 @dataclass(frozen=True, slots=True)
+class Purged:
+    """Of a PurgeTenant, at this node."""
+
+    chunks: int
+    bytes: int
+    pinned: int
+    """Of the chunks: a lease still reads them, and they go with it."""
+    sessions: int
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentsAllowed:
     segments: tuple[SegmentId, ...]
 
@@ -406,6 +417,7 @@ Answer = (
     | Scrubbed
     | QuarantineList
     | Recalled
+    | Purged
     | SegmentsAllowed
     | DirectoryAllowed
     | Stats

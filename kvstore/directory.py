@@ -307,6 +307,13 @@ class View(_Memory):
                 return None
         return None if self.word[_CLOSED] else found
 
+    def rows_in_use(self) -> npt.NDArray[np.intp]:
+        """That the buckets name at this moment. (Others may have no page yet, and would get one by being read.)"""
+        entries = self.buckets[: self.buckets_in_use, :ENTRIES].ravel()
+        rows: npt.NDArray[np.intp] = (entries[entries != 0] & _U(_LOW)).astype(np.intp) - 1
+        found: npt.NDArray[np.intp] = rows[rows < self.rows_max]
+        return found
+
     def sequences(self, rows: Sequence[int]) -> list[int]:
         """The first words of these rows, as they are now."""
         word, at, stride = self.word, self.rows_at, self.stride

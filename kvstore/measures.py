@@ -125,6 +125,7 @@ COUNTERS = {
     "remote_stores_late": "Writes there that missed their deadline.",
     "remote_forgets": "Messages by which other nodes were told to forget.",
     "remote_forgets_postponed": "Of these, those that have to be told again.",
+    "tenants_purged": "Tenants of whom all went, told here or at another node.",
     "sessions_told": "Manifests of sessions told to the other nodes.",
     "sessions_looked_up": "Sessions of which it was asked what other nodes told.",
     "sessions_newer_elsewhere": "Manifests that were refused, since another node told a newer one of that session.",

@@ -161,6 +161,18 @@ def get_seals(fd: int) -> int:
     return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
 
 
+LastView = Callable[[int, Callable[[], None]], None]
+"""Called with the address of a mapping and with what unmaps it, once nobody has a view of it any more. It may be called
+at any point of any thread, so it takes no lock: it hands both over to a thread, which calls the second."""
+
+
+class _Fate:
+    """Of a mapping: what outlives its region."""
+
+    def __init__(self) -> None:
+        self.unmapped = False
+
+
 class _Region:
     """The mapped address range. Every numpy view of it holds a reference, so it is unmapped when the last one goes."""
 
@@ -168,6 +180,8 @@ class _Region:
         self.address = address
         self.size_bytes = size_bytes
         self.pid = os.getpid()
+        self.fate = _Fate()
+        self.last_view: LastView | None = None
         self.__array_interface__ = {
             "version": 3,
             "shape": (size_bytes,),
@@ -180,8 +194,18 @@ class _Region:
         munmap: Callable[[int, int], int] = _libc.munmap,
         getpid: Callable[[], int] = os.getpid,
     ) -> None:
-        if getpid() == self.pid:  # a forked child never had it, and may have other memory at that address
-            munmap(self.address, self.size_bytes)
+        fate, address, size_bytes = self.fate, self.address, self.size_bytes
+
+        def unmap() -> None:
+            munmap(address, size_bytes)
+            fate.unmapped = True
+
+        if getpid() != self.pid:  # a forked child never had it, and may have other memory at that address
+            fate.unmapped = True
+        elif self.last_view is None:
+            unmap()
+        else:
+            self.last_view(address, unmap)
 
 
 class SharedMapping:
@@ -196,6 +220,7 @@ class SharedMapping:
         self.size_bytes = region.size_bytes
         self._array: npt.NDArray[np.uint8] | None = np.asarray(region)
         self._region = weakref.ref(region)
+        self._fate = region.fate
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
@@ -206,7 +231,13 @@ class SharedMapping:
 
     @property
     def unmapped(self) -> bool:
-        return self._region() is None
+        return self._fate.unmapped
+
+    def unmap_by(self, last_view: LastView) -> None:
+        """Who is to be asked before it is unmapped: a device that knows this memory has to forget it first."""
+        region = self._region()
+        assert region is not None, self
+        region.last_view = last_view
 
     def close(self) -> None:
         self._array = None

@@ -27,6 +27,7 @@ import hashlib
 import hmac
 import json
 import logging
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -37,8 +38,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -83,6 +85,30 @@ class Piece:
     finish: str = ""
 
 
+class Json(Response):
+    """Halves of characters, which text from a client may have, go out as they came in: escaped."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        try:
+            return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        except UnicodeEncodeError:
+            return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """No such path, or no such method of it."""
+    assert isinstance(error, HTTPException)
+    refused = Refused(error.status_code, f"{request.method} {shown(request.url.path)}: {error.detail}")
+    return Json(refused.body, status_code=error.status_code, headers=error.headers)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    """uvicorn logs it."""
+    return Json(Refused(500, "the worker failed at this request: see its log").body, status_code=500)
+
+
 class Api:
     """One model behind HTTP. `keys`: API keys and whose they are; none: everybody is one tenant."""
 
@@ -124,6 +150,7 @@ class Api:
                 Route("/promptcache", self._answering(self._promptcache), methods=["GET"]),
                 Route("/promptcache/verify", self._answering(self._verify), methods=["POST"]),
             ],
+            exception_handlers={HTTPException: _http_error, Exception: _bug},
             lifespan=self._life,
         )
 
@@ -188,7 +215,7 @@ class Api:
         return await self._answer(request, tenant, wish, list(planned.tokens), chat=True, planned=planned)
 
     async def _promptcache(self, request: Request, tenant: str) -> Response:
-        return JSONResponse(self._cache().status)
+        return Json(self._cache().status)
 
     async def _verify(self, request: Request, tenant: str) -> Response:
         self._check_admin(tenant)
@@ -213,7 +240,7 @@ class Api:
             raise Refused(400, str(error), param="texts") from None
         except Exhausted as error:
             raise Refused(429, str(error), headers={"Retry-After": "5"}) from None
-        return JSONResponse(verdict.body)
+        return Json(verdict.body)
 
     def _cache(self) -> PromptCache:
         if self._prompt_cache is None:
@@ -238,7 +265,7 @@ class Api:
     async def _models(self, request: Request, tenant: str) -> Response:
         limit = self._service.engine.tokens_max
         model = {"id": self._model, "object": "model", "created": self._since, "owned_by": "kvstore"}
-        return JSONResponse({"object": "list", "data": [model | {"max_model_len": limit}]})
+        return Json({"object": "list", "data": [model | {"max_model_len": limit}]})
 
     async def _health(self, request: Request) -> Response:
         """Without a store a worker computes, and is healthy."""
@@ -251,7 +278,7 @@ class Api:
             "sharing": engine.refusal or "on",
             "canary": engine.alarm or "ok",
         }
-        return JSONResponse(status, status_code=503 if service.failure else 200)
+        return Json(status, status_code=503 if service.failure else 200)
 
     async def _scrape(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE)
@@ -264,7 +291,7 @@ class Api:
             raise Refused(400, f"timeout_s is {timeout_s}: must be at least 0", param="timeout_s")
         engine = self._service.engine
         flushed = await asyncio.to_thread(engine.flush, min(timeout_s, FLUSH_MAX_S))
-        return JSONResponse({"flushed": flushed, "counters": {**engine.counters, **engine.save_counters}})
+        return Json({"flushed": flushed, "counters": {**engine.counters, **engine.save_counters}})
 
     async def _reset(self, request: Request, tenant: str) -> Response:
         self._check_admin(tenant)
@@ -276,7 +303,7 @@ class Api:
             await self._service.call(lambda engine: engine.reset(epoch))
         except ValueError as error:
             raise Refused(400, str(error), param="epoch") from None
-        return JSONResponse({"reset": True})
+        return Json({"reset": True})
 
     async def _in_words(self, what: Callable[..., list[int]], words: object) -> list[int]:
         """Off the loop, on a thread that waits for nothing else."""
@@ -347,7 +374,7 @@ class Api:
         if wish.stream:
             return EventStream(_events(words, pieces), closed=partial(self._service.abort, job))
         try:
-            return JSONResponse(await unless_gone(request.receive, _collected(words, pieces)))
+            return Json(await unless_gone(request.receive, _collected(words, pieces)))
         finally:
             self._service.abort(job)
 
@@ -385,12 +412,12 @@ class Api:
             try:
                 return await call(request, self._tenant(request))
             except Refused as refusal:
-                return JSONResponse(refusal.body, status_code=refusal.status, headers=refusal.headers or None)
+                return Json(refusal.body, status_code=refusal.status, headers=refusal.headers or None)
             except Unavailable as error:
                 body = Refused(503, str(error)).body
-                return JSONResponse(body, status_code=503, headers={"Retry-After": "1"})
+                return Json(body, status_code=503, headers={"Retry-After": "1"})
             except StepFailed as error:
-                return JSONResponse(Refused(500, str(error)).body, status_code=500)
+                return Json(Refused(500, str(error)).body, status_code=500)
             except Gone:
                 return Response(status_code=499)  # nobody reads it
 
@@ -462,7 +489,7 @@ class _Words:
             "loaded_bytes": (reused.dram + reused.ssd) * self._token_bytes,
             "load_failures": request.load_failures,
             "choice": request.choice,
-            "gaps": self.gaps,
+            "gaps": [gap if math.isfinite(gap) else None for gap in self.gaps],
         } | ({} if self._planned is None else {"promptcache": served_as(self._planned)})
 
     def whole(self, text: str, tokens: list[int], finish: str) -> dict[str, Any]:
@@ -529,7 +556,7 @@ async def _events(words: _Words, pieces: AsyncGenerator[Piece, None]) -> AsyncGe
 
 
 def _event(message: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + Json(message).body + b"\n\n"
 
 
 def _say(text: Detokenizer | None, token: int, *, last: bool) -> str:

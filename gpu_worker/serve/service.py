@@ -71,6 +71,8 @@ class Job:
     finish: str = ""
     request: Request = field(init=False)
     """Once the engine has taken it; what it says of itself changes until it has ended."""
+    _asked: bool = False
+    """The engine has not said yet whether it takes it."""
     _unwanted: bool = False
     """The client went away before the engine took it."""
     _queue: asyncio.Queue[Output | Exception] = field(default_factory=asyncio.Queue)
@@ -135,6 +137,7 @@ class Service:
             raise Exhausted("too many requests wait", field="waiting_max", value=self.engine.waiting_max)
         job = Job(time.monotonic())
         self._asked += 1
+        job._asked = True
         try:
             await asyncio.wrap_future(self._submit_command(partial(self._add, ask, job)))
         except asyncio.CancelledError:
@@ -143,7 +146,7 @@ class Service:
                 self.abort(job)
             raise
         finally:
-            self._asked -= 1
+            self._answered(job)
         return job
 
     def abort(self, job: Job) -> None:
@@ -182,7 +185,13 @@ class Service:
             self._request_s = took if not self._request_s else 0.9 * self._request_s + 0.1 * took
         self._ended(job)
 
+    def _answered(self, job: Job) -> None:
+        """The engine has taken it or not: it is counted once."""
+        self._asked -= job._asked
+        job._asked = False
+
     def _register(self, job: Job) -> None:
+        self._answered(job)
         self._jobs[job.request.number] = job
         if job._unwanted:
             self.abort(job)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from jinja2 import TemplateError
@@ -12,6 +14,10 @@ from jinja2 import TemplateError
 from kvstore.gpu_worker.truncation import Turns
 from kvstore.promptcache import HuggingFaceTokenizer
 
+EXACT_MAX = 16
+"""Turns whose edges are found by writing the conversation up to each of them, ..."""
+RENDERED_MAX = 256
+"""and the most, where there is no other way."""
 MARK = "\N{SECTION SIGN}a message\N{SECTION SIGN}"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What half a character decodes to."""
@@ -53,12 +59,7 @@ class Text:
                 text = self._rendered(messages, answer=True)
                 found = self._encoding(text, add_special_tokens=False, return_offsets_mapping=True)
                 users = [number for number, message in enumerate(messages) if message["role"] == "user"]
-                before = {number: self._rendered(messages[:number]) for number in users if number}
-                asked = [self._rendered(messages[: number + 1], answer=True) for number in users]
-                if not all(map(text.startswith, before.values())):
-                    return None
-                edges = {number: len(each) for number, each in before.items()}
-                ends = [len(each) for each in asked if text.startswith(each)]
+                edges, ends = self._edges(messages, users, text)
                 if users and not users[0]:
                     edges[0] = self._first_edge(messages, edges)
             except (NotImplementedError, LookupError, ValueError, TypeError, TemplateError):
@@ -72,6 +73,71 @@ class Text:
         whole = len(found["input_ids"])
         closed = [token_at.get(end, whole if end == len(text) else None) for end in ends]
         return Turns(begins[0], tuple(begins), tuple(end for end in closed if end is not None))
+
+    def _edges(
+        self, messages: Sequence[Mapping[str, str]], users: Sequence[int], text: str
+    ) -> tuple[dict[int, int], list[int]]:
+        """Where the turns of `users` begin, and where prompts end. Raises ValueError where that cannot be told."""
+        if len(users) <= EXACT_MAX or (found := self._marked_edges(messages, users, text)) is None:
+            if len(users) > RENDERED_MAX:
+                raise ValueError("to write each of its beginnings would take minutes")
+            return self._exact_edges(messages, users, text)
+        return found
+
+    def _exact_edges(
+        self, messages: Sequence[Mapping[str, str]], users: Sequence[int], text: str
+    ) -> tuple[dict[int, int], list[int]]:
+        """By writing the conversation up to each of them, which takes the square of their number."""
+        before = {number: self._rendered(messages[:number]) for number in users if number}
+        asked = [self._rendered(messages[: number + 1], answer=True) for number in users]
+        if not all(map(text.startswith, before.values())):
+            raise ValueError("a conversation does not begin with its beginning")
+        return (
+            {number: len(each) for number, each in before.items()},
+            [len(each) for each in asked if text.startswith(each)],
+        )
+
+    def _marked_edges(
+        self, messages: Sequence[Mapping[str, str]], users: Sequence[int], text: str
+    ) -> tuple[dict[int, int], list[int]] | None:
+        """By marks in front of what is said, written once. What stands between the turn's beginning and the mark is
+        looked at in two turns, and has to be the same in all. None: the template does not do what this takes."""
+        mark = f"\N{SECTION SIGN}{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}\N{SECTION SIGN}"
+        said = [number for number, message in enumerate(messages) if message["role"] in ("user", "assistant")]
+        marked = [
+            {**message, "content": mark + message["content"]}
+            if message["role"] in ("user", "assistant")
+            else message
+            for message in messages
+        ]
+        parts = self._rendered(marked, answer=True).split(mark)
+        if "".join(parts) != text or len(parts) != len(said) + 1:
+            return None
+        starts = dict(zip(said, accumulate(map(len, parts)), strict=False))
+        second, last = users[1], users[-1]
+        exact, ends = self._exact_edges(messages, (second, last), text)
+        head = text[exact[second] : starts[second]]
+        edges = {number: starts[number] - len(head) for number in users if number}
+        if any(text[edge : edge + len(head)] != head for edge in edges.values()):
+            return None
+        if any(edges[number] != edge for number, edge in exact.items()):
+            return None
+        answered = [number for number in users if number + 1 in starts and number + 1 not in users]
+        found = [len(text)] if last == len(messages) - 1 else []
+        if answered:
+            first = messages[: answered[0] + 1]
+            prompt = self._rendered(first, answer=True)
+            asks = prompt[len(self._rendered(first)) :]
+            """What the template writes for the model to go on from."""
+            if not asks:  # then whatever stands after a user's message ends a prompt
+                return None
+            if text.startswith(prompt):
+                shift = len(prompt) - starts[answered[0] + 1]
+                before = [starts[number + 1] + shift for number in answered]
+                if any(text[end - len(asks) : end] != asks for end in before):
+                    return None
+                found = before + found
+        return (edges, found) if set(ends) <= set(found) else None
 
     def _first_edge(self, messages: Sequence[Mapping[str, str]], edges: Mapping[int, int]) -> int:
         """Where the first message begins, if the template writes something of its own before it: what stands in front

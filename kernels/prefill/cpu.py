@@ -2,7 +2,8 @@
 
 A product is one chunk and KV head with some tens of queries: small enough that BLAS does not start threads of its own,
 large enough to be as fast as it can be. Nothing of fp32 is copied; half precision is converted once for all tiles of a
-thread's work. The logits of a tile and a block of chunks stay in the cache; the softmax goes on from block to block
+thread's work. Where prompts are long, torch's own attention is faster, though KV is gathered for it first: see
+`is_torchs`. The logits of a tile and a block of chunks stay in the cache; the softmax goes on from block to block
 (online softmax), and then from item to item, so that nothing has to be kept for a merge.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from kvstore.kernels.prefill.plan import LIMIT, PARTIAL, PrefillPlan
@@ -29,6 +31,10 @@ BLOCK_TOKENS = 512
 """Logits at a time, or those of one chunk."""
 TILE_ROWS = 128
 """Rows of a tile at most, queries times heads of a group; fewer, where chunks are large."""
+TORCH_MIN = 256
+"""New tokens of a sequence that has others before them, from which on torch is faster, ..."""
+TORCH_ALONE_MIN = 64
+"""and of one that has none."""
 TILES = 4
 """For which a thread loads a block once."""
 
@@ -45,12 +51,52 @@ def prefill(
     turned: torch.Tensor | None = None,
 ) -> None:
     """See `prefill_attention`, which checked the arguments."""
+    # With another scale torch's masks, which are -inf before it is multiplied, mask nothing
+    if turned is None and soft_cap is None and scale > 0 and is_torchs(plan, q.dtype):
+        by_torch(q.detach(), keys.detach(), values.detach(), plan, scale=scale, out=out.detach())
+        return
     work = _Work(q.detach(), keys.detach(), values.detach(), plan, scale, soft_cap)
     if plan.stretches is not None and turned is not None:
         work.begin(stretches.attend(turned, keys, values, plan.stretches, scale=scale, soft_cap=soft_cap))
     for pending in work.stages():
         in_threads(pending)
     out.detach()[plan.order] = torch.from_numpy(work.result()).to(out.dtype)
+
+
+def is_torchs(plan: PrefillPlan, dtype: torch.dtype) -> bool:
+    """Whether torch's attention computes this faster. It loads KV once for more queries than our tiles have, but of
+    each sequence by itself, after it was gathered, and the tokens that a query does not see yet like all others."""
+    if dtype is not torch.float32 or not plan.rows:
+        return False
+    return all(new >= (TORCH_MIN if cached else TORCH_ALONE_MIN) for _, new, cached in plan.rows)
+
+
+def by_torch(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: PrefillPlan,
+    *,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """The same, sequence by sequence."""
+    for table, (line, new, cached) in zip(plan.tables, plan.rows, strict=True):
+        tokens = cached + new
+        chunks = table[: -(-tokens // plan.chunk_tokens)]
+        k, v = (of[chunks].transpose(0, 1).flatten(1, 2)[None, :, :tokens] for of in (keys, values))
+        if cached and (new, cached) not in plan.masks:
+            plan.masks[new, cached] = torch.ones(new, tokens, dtype=torch.bool).tril(cached)
+        found = F.scaled_dot_product_attention(
+            q[line : line + new].transpose(0, 1)[None],
+            k,
+            v,
+            attn_mask=plan.masks[new, cached] if cached else None,
+            is_causal=not cached,
+            scale=scale,
+            enable_gqa=q.shape[1] != keys.shape[1],
+        )
+        out[line : line + new] = found[0].transpose(0, 1)
 
 
 @dataclass(slots=True)

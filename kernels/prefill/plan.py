@@ -59,6 +59,11 @@ class PrefillPlan:
     partials: int
     stretches: StretchPlan | None = None
     """Of what the sequences see elsewhere."""
+    rows: tuple[tuple[int, int, int], ...] = ()
+    """Of each line of `tables`: its first line of q, how many it has there, and tokens that all of these see; none at
+    all where some sequence's new tokens do not follow one another."""
+    masks: dict[object, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+    """See `cpu.py`: the same in all layers."""
     scratch: Scratch = field(default_factory=Scratch, repr=False, compare=False)
     checked: set[object] = field(default_factory=set, repr=False, compare=False)
     """Shapes, strides and types of arguments that fit, see `arguments.check_attention`."""
@@ -162,7 +167,14 @@ def plan_prefill(
         tile_queries=max((item[COUNT] for item in items), default=0),
         partials=int(partials.sum()) if stretches is not None or (partials > 1).any() else 0,
         stretches=stretches,
+        rows=_spans(rows),
     )
+
+
+def _spans(rows: Sequence[Row]) -> tuple[tuple[int, int, int], ...]:
+    if any(int(row.numbers[-1]) - int(row.numbers[0]) != row.new - 1 for row in rows):
+        return ()
+    return tuple((row.line, row.new, row.cached) for row in rows)
 
 
 def _split(rows: Sequence[Row], chunk_tokens: int, tile_queries: int, device: torch.device) -> int:

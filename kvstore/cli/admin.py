@@ -1,4 +1,4 @@
-"""`kvctl quarantine`, `kvctl recall` and `kvctl record`: what an operator orders of a running daemon."""
+"""`kvctl quarantine`, `kvctl recall`, `kvctl purge` and `kvctl record`: what an operator orders of a running daemon."""
 
 from __future__ import annotations
 
@@ -135,6 +135,37 @@ def recall(client: Client, options: argparse.Namespace) -> int:
     return 0
 
 
+def purge(client: Client, options: argparse.Namespace) -> int:
+    """Count first, then purge until it is durable and told: asked again, the daemon counts only what was left."""
+    request = admin_pb2.PurgeRequest(tenant=options.tenant, dry_run=True)
+    reply: admin_pb2.PurgeReply = ask_admin(client, "Purge", request, timeout_s=REQUEST_S)
+    request.dry_run = options.dry_run
+    deadline = time.monotonic() + RECALL_WAIT_S
+    while not options.dry_run:
+        try:
+            ask_admin(client, "Purge", request, timeout_s=REQUEST_S)
+            break
+        except DeadlineExceeded:
+            if time.monotonic() > deadline:
+                raise
+    if options.json:
+        say_json(plain(reply))
+        return 0
+    what = (
+        "would be purged" if options.dry_run else "purged here, and gone for good; the other nodes are told"
+    )
+    say(
+        f"{reply.chunks:,} chunks, {size(reply.bytes)} ({reply.pinned:,} of them under a lease),"
+        f" {reply.sessions:,} sessions, {reply.schemas:,} schemas {what}"
+    )
+    return 0
+
+
+def _purge_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tenant", required=True, metavar="NAME", help="see kvctl stats")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would go at this node")
+
+
 def _quarantine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=number, default=1000, metavar="N")
     parser.add_argument(
@@ -222,6 +253,12 @@ COMMANDS = (
         "slots that are out of service: where, since when, and until when",
         run=quarantine,
         arguments=_quarantine_arguments,
+    ),
+    Command(
+        "purge",
+        "purge all that a tenant has, from every tier of every node, with its sessions and schemas",
+        run=purge,
+        arguments=_purge_arguments,
     ),
     Command(
         "recall",

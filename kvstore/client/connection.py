@@ -27,6 +27,7 @@ from kvstore import wire
 from kvstore.arguments import NUMBER_MAX, flag, seconds, text, whole, wrong_type
 from kvstore.client.attachment import Attachment, nobody_there
 from kvstore.client.call import FORKED, closed, gone
+from kvstore.client.mappings import Registrar
 from kvstore.client.renewals import alive
 from kvstore.client.stream import status_error
 from kvstore.config import DESCRIPTOR_SOCKET
@@ -98,6 +99,7 @@ class Connection:
         self.staging_bytes = staging_bytes
         self.counters: dict[str, int] = defaultdict(int)
         self.namespaces: weakref.WeakValueDictionary[int, Reopened] = weakref.WeakValueDictionary()
+        self._registrar: Registrar | None = None
         self._pid = os.getpid()
         self._engine_group = engine_group
         self._rank = rank
@@ -130,6 +132,14 @@ class Connection:
     def attachment(self) -> Attachment | None:
         """The latest; it may have ended."""
         return self._attachment
+
+    def register_with(self, registrar: Registrar) -> None:
+        """Raises OSError."""
+        with self._changed:
+            self._registrar = registrar
+            attachment = self._attachment
+        if attachment is not None:
+            attachment.mappings.register_with(registrar)
 
     def start(self) -> None:
         """Raises StoreError when there is no connection within `timeout_s`: at once if trying again cannot help, and
@@ -250,6 +260,8 @@ class Connection:
             if self._closing.is_set():
                 attachment.end("the client is closed")
                 raise Unavailable("the client is closed")
+            if self._registrar is not None:
+                attachment.mappings.register_with(self._registrar)  # nothing is mapped yet
             self._attachment = attachment
         return attachment
 

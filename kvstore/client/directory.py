@@ -37,6 +37,15 @@ class Directory:
         silent_ms = time.monotonic_ns() // 1_000_000 - self.view.beaten_at_ms
         return self.view.look_up(keys) if -AHEAD_MS_MAX < silent_ms < SILENT_MS_MAX else None
 
+    def segments(self, shards: Sequence[int]) -> list[int]:
+        """That have slots of these shards now, as far as the rows say: one that is written at this moment may name any
+        number."""
+        rows = self.view.rows[self.view.rows_in_use()]
+        there = (rows[:, 0] >> np.uint64(24)) & np.uint64(directory.HIT) != 0
+        at = [directory.ROW_WORDS + directory.SHARD_WORDS * shard for shard in shards]
+        found: list[int] = np.unique(rows[there][:, at] >> np.uint64(32)).tolist()
+        return found
+
     def extents(
         self,
         found: directory.Found,

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvstore.answers import NO_BACKLOG, Backlog
@@ -231,6 +233,37 @@ class ReadLease:
         if grant is None or row is None or not self.alive or not grant.mapped.intact((row,)):
             return None
         return grant.mapped.data(row).data.toreadonly()
+
+    def unsafe_views(self, pieces: Sequence[tuple[int, int, int, int]]) -> list[npt.NDArray[np.uint8]] | None:
+        """The same of parts of shards, for a device that copies by itself: (index, shard, offset, length in bytes).
+        None when one of them could not be copied now. What was read is the committed bytes only if `intact` says so
+        after the last of it was."""
+        if self._has_to_pin():
+            self._pin()
+        if self._pinned is not None:
+            return self._pinned.unsafe_views(pieces)
+        rows = []
+        for index, shard, offset, length in pieces:
+            row, shard = self._row(index, shard)
+            _check_range(offset, length, self._geometry.shard_bytes[shard])
+            if row is not None:
+                rows.append(row)
+        grant = self._grant
+        if grant is None or len(rows) < len(pieces) or not self.alive or not grant.mapped.intact(rows):
+            return None
+        return [
+            grant.mapped.data(row, offset, length)
+            for row, (_, _, offset, length) in zip(rows, pieces, strict=True)
+        ]
+
+    def intact(self) -> bool:
+        """Whether all slots of the hits still hold what the daemon granted: what was read of them until now, in
+        whatever way, was the committed bytes."""
+        if self._pinned is not None:
+            return self._pinned.intact()
+        grant = self._grant
+        fence()
+        return grant is not None and self.alive and grant.mapped.intact(range(len(grant.mapped)))
 
     def _copy(self, plan: Sequence[tuple[int, int, int, Bits]]) -> bool:
         """(key number, row, offset, destination). Each slot's generation is compared before the first byte and after

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,17 @@ class Segment:
     from shared memory."""
 
 
+class Registrar(Protocol):
+    """Whoever makes mapped segments known to a device, which then copies from them by itself."""
+
+    def mapped(self, number: int, data: npt.NDArray[np.uint8]) -> None:
+        """A segment has been mapped, and nobody has seen it yet; no view of `data` is kept. Raises OSError: it is not
+        to be used, and is unmapped again."""
+
+    def last_view_gone(self, address: int, unmap: Callable[[], None]) -> None:
+        """Of a segment that was mapped at `address`: see `memory.LastView`."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Mapped:
     segment: Segment
@@ -44,6 +56,7 @@ class Mappings:
     """`boot_id` is what every header must carry; `writable` whether segments are mapped for writing in place."""
 
     def __init__(self, *, boot_id: bytes, writable: bool) -> None:
+        self._registrar: Registrar | None = None
         self._boot_id = boot_id
         self._writable = writable
         self._lock = threading.Lock()
@@ -62,6 +75,13 @@ class Mappings:
     def get(self, segment: int) -> Segment | None:
         mapped = self._mapped.get(segment)
         return mapped.segment if mapped else None
+
+    def register_with(self, registrar: Registrar) -> None:
+        """From now on, and of what is mapped already. Raises OSError."""
+        with self._lock:
+            self._registrar = registrar
+            for number, mapped in self._mapped.items():
+                self._register(number, mapped.data)
 
     def missing(self, segments: Iterable[int]) -> list[int]:
         return [number for number in dict.fromkeys(segments) if number not in self._mapped]
@@ -105,8 +125,14 @@ class Mappings:
         if found != expected:
             raise ValueError(f"its header says {found}, expected {expected}")
         data = memory.map_shared(data_fd, size_bytes, writable=self._writable)
+        self._register(number, data)
         segment = Segment(number, data.array, memory.cells_of(header.array, cells).reshape(-1).data)
         return _Mapped(segment, data, header)
+
+    def _register(self, number: int, data: memory.SharedMapping) -> None:
+        if self._registrar is not None:
+            self._registrar.mapped(number, data.array)
+            data.unmap_by(self._registrar.last_view_gone)
 
     def _page_in(self, mapping: memory.SharedMapping) -> None:
         """Have a thread enter its pages in our page table (0.1 s per GiB): copies then find them there, instead of

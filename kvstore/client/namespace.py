@@ -174,6 +174,19 @@ class Namespace:
             self.reading(keys, shards, wait_ms, any_order, ttl_ms, verify, timeout_s, promote, pin=pin)
         )
 
+    def map_segments(self, *, shards: Sequence[int] = (), timeout_s: float | None = None) -> int:
+        """Maps the segments that have chunks of these `shards` now (none: all), for an engine whose device takes long
+        to register memory; others are mapped when they are first read. Returns how many it found: 0 where the
+        namespace has no directory. Raises BadRequest for shards that there are not."""
+        numbers = self._geometry.shards_of(tuple(shards))
+        published, binding = self._binding.published, self._binding.now()
+        if published is None or binding is None or published[0] is not binding[0]:
+            return 0
+        attachment, directory = published
+        segments = directory.segments(numbers)
+        attachment.map_segments(segments, self._connection.deadline(timeout_s))
+        return len(segments)
+
     def write(
         self,
         keys: Sequence[ChunkKey],

@@ -15,6 +15,7 @@ from kvstore.arguments import one_of, text
 from kvstore.client.attachment import Attachment
 from kvstore.client.call import drive
 from kvstore.client.connection import Connection, State
+from kvstore.client.mappings import Registrar
 from kvstore.client.namespace import Namespace
 from kvstore.client.prompts import prompt_keys
 from kvstore.client.region import Region
@@ -91,6 +92,12 @@ class Client:
         attachment = self._connection.attachment
         assert attachment is not None, "connect() waits for the first"
         return attachment
+
+    def register_with(self, registrar: Registrar) -> None:
+        """For an engine on a device that copies out of mapped memory: `registrar` hears of each segment that this
+        client maps, before anybody reads it, and before it is unmapped; at once of those that are mapped already.
+        Raises OSError if one of these cannot be registered."""
+        self._connection.register_with(registrar)
 
     def open(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> Namespace:
         """Make the namespace known to the daemon. Raises StoreError: BadRequest and Unsupported name the field."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 
 from kvstore.core import events as ev
 from kvstore.core import planner
@@ -231,6 +231,8 @@ class Segments:
                 stored = bool(flags[row] & STORED)
             if bool(flags[row] & STORED) != stored or (state.storing and not stored and flags[row] & QUEUED):
                 break
+            if state.policy.is_awaited(row):
+                break
             victims.append(row)
         return victims, stored
 
@@ -257,14 +259,21 @@ class Segments:
 
     def _evict_one(self, namespace: Namespace, sooner_than: int) -> bool:
         """Free the DRAM slots of one chunk: demoted if it is on SSD; dropped if it is not going to be; and rather left
-        alone, for the save in hand to be tried again, if its write to SSD is about to come. A prefetch (`sooner_than`
-        also leaves alone what somebody asked for and is about to use."""
+        alone, for the save in hand to be tried again, if its write to SSD is about to come. What somebody asked for and
+        is about to take goes last, and for a prefetch (`sooner_than`) not at all: what a turn waits for would push each
+        other out."""
         state = self.state
+        policy = state.policy
         while True:
-            for row in state.policy.victims(namespace.dram, VICTIMS_LOOKED_AT_MAX, sooner_than):
-                if sooner_than >= 0 and row in state.demanded:
-                    continue
-                if self._leave_dram(row):
+            awaited: list[int] = []
+            for row in policy.victims(namespace.dram, VICTIMS_LOOKED_AT_MAX, sooner_than):
+                if row in state.demanded and (sooner_than >= 0 or policy.is_awaited(row)):
+                    awaited.append(row)
+                elif self._leave_dram(row):
+                    return True
+            if awaited and sooner_than < 0:
+                needed = policy.needed(namespace.dram, limit=VICTIMS_LOOKED_AT_MAX)
+                if any(map(self._leave_dram, chain(needed, awaited))):
                     return True
             if not self._revoke(namespace):
                 return False

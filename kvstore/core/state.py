@@ -197,6 +197,7 @@ class State:
         self.batch_min = limits.batch_min
         self.policy = POLICIES[limits.eviction](self.chunks, limits.batch_min)
         self.policy.lives_min = limits.lives_min
+        self.policy.awaited = self.demanded, self.fetched
         self._ghosts_max = limits.ghost_rows_max
         self.cold = Cold(self.policy.candidates)
         self.ssd_slots = Pool(

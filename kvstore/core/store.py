@@ -108,6 +108,8 @@ class Store:
         self.forgets = Forgets(self.state, self.sources, self.remote)
         self.state.hold = self.forgets.hold
         self.recalls = Recalls(self.state, self.cold_tier, self.forgets)
+        self.recalls.drop_session = self.sessions.purge
+        self.forgets.purge_sessions = self.shared_sessions.purge
         self.scrub = Scrubber(self.state, self.cold_tier, self.transfers)
         self.reads.promote = self._bring
         self.reads.look = self.sources.look
@@ -141,6 +143,7 @@ class Store:
             ev.Scrub: self.scrub.ask,
             ev.ListQuarantine: self.rewrites.list,
             ev.Recall: self._recall,
+            ev.PurgeTenant: self._purge_tenant,
             ev.WantSegments: self.segments.want,
             ev.WantDirectory: self._want_directory,
             ev.SegmentsUnmapped: self._unmapped,
@@ -342,6 +345,16 @@ class Store:
             self.state.to_hold.add(event.ticket)
         try:
             return self.recalls.ask(worker, event)
+        except StoreError:
+            self.state.to_hold.discard(event.ticket)
+            raise
+
+    def _purge_tenant(self, worker: Worker, event: ev.PurgeTenant) -> ev.Purged | None:
+        """As `_forget`."""
+        if self.forgets.active and not event.dry_run:
+            self.state.to_hold.add(event.ticket)
+        try:
+            return self.recalls.ask_purge(worker, event)
         except StoreError:
             self.state.to_hold.discard(event.ticket)
             raise

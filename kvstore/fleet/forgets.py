@@ -35,11 +35,12 @@ class FleetForgets:
         news: News,
         done: Callable[[ChunksForgotten], None],
         within_s: float,
+        is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
         """`news` and `done` are called on the registry's thread, `news` first; `within_s`: chunks of peers are refused
         when nothing was read for so long (0: never)."""
         self._secret = secret
-        self.book = Book(path)
+        self.book = Book(path, is_ours=is_ours)
         self._news = news
         self._done = done
         self._within_s = within_s

@@ -146,8 +146,11 @@ class FleetNode:
         memory: SlotMemory,
         numbers: Iterator[int],
         boot: bytes,
+        *,
+        is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`loop` is asked when the node has started. Raises ConfigError."""
+        """`loop` is asked when the node has started; `is_ours`: whether the folder of its journal still is this
+        daemon's. Raises ConfigError."""
         self.name = node_name(config)
         alone = not config.registry_url and not config.peer_address  # it publishes events alone
         self.secret = (
@@ -184,6 +187,7 @@ class FleetNode:
                 news=self._heard,
                 done=lambda event: loop().post_threadsafe(event),
                 within_s=config.forget_within_s,
+                is_ours=is_ours,
             )
         self.source = PeerSource(
             self.secret,

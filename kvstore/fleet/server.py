@@ -33,6 +33,7 @@ from kvstore.fleet.bucket import Bucket
 from kvstore.fleet.door import PeerDoor
 from kvstore.fleet.frames import Answer, ChunkHead, Connection, Kind, Late, PeerError
 from kvstore.fleet.secret import FleetSecret
+from kvstore.keys import tenant_mark
 from kvstore.server.logs import fields
 from kvstore.server.loop import Loop
 from kvstore.tiers.remote.records import Description, makers_fit
@@ -386,7 +387,7 @@ class PeerServer:
         """Of a chunk that is pinned. None: what cannot be recalled by its makers is not handed on."""
         state = self._loop.store.state
         row = namespace.index[key]
-        makers = state.makers_of(row)
+        makers = (*state.makers_of(row), tenant_mark(namespace.tenant))
         if not makers_fit(makers) or len(extents) > frames.SHARDS_MAX:
             return None
         derived = bool(state.chunks.flags[row] & DERIVED)

@@ -1,11 +1,12 @@
 """What nodes tell each other of their sessions, in the registry's Redis: the edge of `core/remote/sessions.py`.
 
-    kvs:P:session:{ID}      tag | count | head | node, version, keys, counts of tokens
+    kvs:P:session:T:{ID}    tag | count | head | node, version, keys, counts of tokens
 
-ID is a keyed hash of the namespace's digest and the session's name, so neither is shown. The tag is made with the
-fleet's secret over ID and all that follows, so nobody else writes one and none stands for another session. `head` tells
-each manifest that was told from every other: a hash of node, boot and version. A script replaces one only for whoever
-has seen it (`SHARE`). No clock is compared: Redis ends what nobody tells again within the time to live.
+ID is a keyed hash of the namespace's digest and the session's name, and T of the tenant, so none of them is shown. The
+tag is made with the fleet's secret over the name and all that follows, so nobody else writes one and none stands for
+another session. `head` tells each manifest that was told from every other: a hash of node, boot and version. A script
+replaces one only for whoever has seen it (`SHARE`). No clock is compared: Redis ends what nobody tells again within the
+time to live.
 
 One thread of its own talks to Redis, with a connection of its own: neither heartbeats nor forgets wait for sessions.
 """
@@ -38,6 +39,10 @@ _ENTRY = struct.Struct("<IB")
 FORMAT = 1
 PENDING_MAX = 64
 """Effects that wait; the core has fewer under way."""
+
+NAMES_PER_SCAN = 1_000
+Effect = ev.ShareSessions | ev.LookUpSessions | ev.ForgetSessions
+Answer = ev.SessionsShared | ev.SessionsLookedUp
 
 SHARE = """
 local there = redis.pcall('GET', KEYS[1])
@@ -80,7 +85,7 @@ class FleetSessions:
         self._done = done
         self._refused = refused
         self._client: Any = None
-        self._effects: queue.Queue[ev.ShareSessions | ev.LookUpSessions | None] = queue.Queue()
+        self._effects: queue.Queue[Effect | None] = queue.Queue()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="kvstored-sessions", daemon=True)
 
@@ -90,7 +95,7 @@ class FleetSessions:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, effect: ev.ShareSessions | ev.LookUpSessions) -> None:
+    def submit(self, effect: Effect) -> None:
         """From any thread; never blocks."""
         self._effects.put(effect)
 
@@ -101,9 +106,12 @@ class FleetSessions:
 
     # ------------------------------------------------------------------------------------------------------ records
 
-    def name_of(self, digest: bytes, session: bytes) -> str:
+    def _names_of_tenant(self, mark: bytes) -> str:
+        return f"kvs:{self._secret.prefix}:session:{self._secret.tag(b'tenant' + mark).hex()[:16]}"
+
+    def name_of(self, digest: bytes, mark: bytes, session: bytes) -> str:
         made = hashlib.blake2b(session, key=digest, digest_size=32, person=b"kvs.fleet.sess").digest()
-        return f"kvs:{self._secret.prefix}:session:{{{self._secret.tag(b'session' + made).hex()}}}"
+        return f"{self._names_of_tenant(mark)}:{{{self._secret.tag(b'session' + made).hex()}}}"
 
     def head_of(self, version: int) -> bytes:
         said = f"{self._node}\0{self._boot.hex()}\0{version}".encode()
@@ -165,24 +173,27 @@ class FleetSessions:
             ) as problem:  # whatever an answer that is none does to a client: the thread lives on
                 self._drop_client()
                 answer = self._failed(effect, f"{type(problem).__name__}: {problem}")
-            self._done(answer)
+            if answer is not None:
+                self._done(answer)
 
-    def _perform(
-        self, effect: ev.ShareSessions | ev.LookUpSessions
-    ) -> ev.SessionsShared | ev.SessionsLookedUp:
+    def _perform(self, effect: Effect) -> Answer | None:
         if why := self._refused():
             return self._failed(effect, why)
         if self._client is None:
             self._client = self._connect(self._url)
+        if isinstance(effect, ev.ForgetSessions):
+            self._forget(effect.mark)
+            return None
         if isinstance(effect, ev.ShareSessions):
             return ev.SessionsShared(effect.op, tuple(map(self._share, effect.sessions)))
-        names = [self.name_of(digest, session) for digest, session in effect.sessions]
+        names = [self.name_of(*place) for place in effect.sessions]
         return ev.SessionsLookedUp(effect.op, tuple(self._read(names)))
 
     @staticmethod
-    def _failed(
-        effect: ev.ShareSessions | ev.LookUpSessions, why: str
-    ) -> ev.SessionsShared | ev.SessionsLookedUp:
+    def _failed(effect: Effect, why: str) -> Answer | None:
+        if isinstance(effect, ev.ForgetSessions):
+            log.error("what was told of a tenant's sessions could not be removed", extra=fields(why=why))
+            return None
         if isinstance(effect, ev.ShareSessions):
             return ev.SessionsShared(effect.op, failed=why)
         return ev.SessionsLookedUp(effect.op, failed=why)
@@ -196,7 +207,7 @@ class FleetSessions:
             log.debug("closing a connection to the registry", exc_info=True)
 
     def _share(self, told: ev.SessionTold) -> ev.ToldResult:
-        name = self.name_of(told.digest, told.session)
+        name = self.name_of(told.digest, told.mark, told.session)
         record = b"" if told.ends else self.encode(name, told)
         spoilt = b"?"
         for _ in range(2):
@@ -215,6 +226,11 @@ class FleetSessions:
                 )
                 spoilt = bytes(there)
         raise OSError(f"somebody else writes what nobody can read: {name}")
+
+    def _forget(self, mark: bytes) -> None:
+        """All of a tenant, whoever told it."""
+        for name in self._client.scan_iter(match=f"{self._names_of_tenant(mark)}:*", count=NAMES_PER_SCAN):
+            self._client.unlink(name)
 
     def _read(self, names: Sequence[str]) -> list[ev.SharedManifest | None]:
         pipe = self._client.pipeline(transaction=False)

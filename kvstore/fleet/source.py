@@ -70,7 +70,8 @@ class PeerSource:
         | events.FetchChunks
         | events.ForgetChunks
         | events.ShareSessions
-        | events.LookUpSessions,
+        | events.LookUpSessions
+        | events.ForgetSessions,
     ) -> None:
         match effect:
             case events.LookUpChunks():
@@ -80,7 +81,7 @@ class PeerSource:
             case events.ForgetChunks():
                 assert self.forgets is not None, effect
                 self.forgets.submit(effect)
-            case events.ShareSessions() | events.LookUpSessions():
+            case events.ShareSessions() | events.LookUpSessions() | events.ForgetSessions():
                 sessions = self._sessions()
                 assert sessions is not None, effect
                 sessions.submit(effect)

@@ -23,6 +23,8 @@ from kvstore.replay.trace import Trace, Turn
 from kvstore.types import Hint
 
 TICK_MS = 1_000
+SSD_BUSY = 0.9
+"""Of a minute: an SSD that works for so much of it has no time left for what comes unevenly."""
 BACKLOG_MAX = 16_384
 """Jobs of the queue that are published: those behind them are told as they come nearer."""
 
@@ -38,6 +40,10 @@ class Served:
     """Of turns that had waited in the queue, so that the store knew of them,"""
     hits_foreseen_dram: int = 0
     """those that were in DRAM by then."""
+    late: list[tuple[int, int, bool]] = field(default_factory=list, repr=False)
+    """When turns asked for chunks that were on SSD, for how many, and whether the store knew of them."""
+    late_foreseen_busy: int = 0
+    """Of the chunks that the store knew of, those that came late in minutes in which the SSD had no time left."""
     queued_s: float = 0.0
     """Mean wait for a place in the batch."""
     gpu_s: float = 0.0
@@ -179,6 +185,9 @@ class Engine:
             else:
                 self._wait()
         served.hours = (machine.now - started) / 3_600_000
+        served.late_foreseen_busy = sum(
+            chunks for at, chunks, foreseen in served.late if foreseen and machine.disk.busy(at) >= SSD_BUSY
+        )
         served.result.ssd_bytes_read = machine.bytes_read - before[0]
         served.result.ssd_bytes_written = machine.bytes_written - before[1]
         served.result.counters = dict(machine.store.state.counters)
@@ -302,6 +311,9 @@ class Engine:
             served.queued_s += (job.began - job.arrived) / 1000
             served.first_token_s.append((machine.now - job.began) / 1000)
             machine.count(job.turn, job.lookup, machine.now - job.began - span_s * 1000)
+            from_ssd = from_store - job.lookup.in_dram
+            if from_ssd:
+                served.late.append((int(job.began), from_ssd, job.began > job.arrived))
             if job.began > job.arrived:
                 served.hits_foreseen += from_store
                 served.hits_foreseen_dram += job.lookup.in_dram

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -31,6 +31,7 @@ ENGINE, SCHEDULER = WorkerId(1), WorkerId(2)
 TICK_MS, TICK_MS_DRAM = 100, 10_000
 """The clock's steps with an SSD, where ticks try again what found no room, and without one."""
 FOREVER_MS = 1 << 40
+MINUTE_MS = 60_000
 
 
 @dataclass(slots=True)
@@ -185,12 +186,19 @@ class Disk:
         self._bytes_per_ms = bytes_per_s / 1000
         self._latency_ms = latency_ms
         self._free_at = 0.0
+        self._busy_ms: defaultdict[int, float] = defaultdict(float)
+        """By the minute in which an op began."""
 
     def ends(self, now: float, size: int) -> float:
         """When an op of so many bytes that is asked for now has ended."""
         start = max(now, self._free_at)
         self._free_at = start + size / self._bytes_per_ms
+        self._busy_ms[int(start // MINUTE_MS)] += self._free_at - start
         return self._free_at + self._latency_ms
+
+    def busy(self, at: float) -> float:
+        """Which share of the minute around this time it worked."""
+        return min(1.0, self._busy_ms[int(at // MINUTE_MS)] / MINUTE_MS)
 
 
 class Machine:

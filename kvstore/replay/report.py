@@ -41,10 +41,14 @@ def as_row(result: Result, chunk_bytes: int, served: Served | None = None) -> di
         "ssd_bytes_written": result.ssd_bytes_written,
     }
     if served is not None:
+        late = sum(chunks for _, chunks, _ in served.late)
         row |= {
             "first_token_mean_s": served.first_token_mean_s,
             "first_token_p95_s": served.first_token_percentile_s(0.95),
             "dram_share_foreseen": _share(served.hits_foreseen_dram, served.hits_foreseen),
+            "late_share": late / max(1, result.hits_dram + result.hits_ssd),
+            "late_unforeseen": _share(sum(n for _, n, foreseen in served.late if not foreseen), late),
+            "late_ssd_busy": _share(served.late_foreseen_busy, late),
             "queued_mean_s": served.queued_s,
             "gpu_hours": served.gpu_s / 3600,
             "prefill_hours": served.prefill_s / 3600,

@@ -463,13 +463,20 @@ class Daemon:
         self._learned = LearnedFile(
             config.ssd_dir or config.run_dir,
             config.eviction,
-            is_ours=lambda: bool(config.ssd_dir) or self._directory.holds,
+            is_ours=self._folder_is_ours,
         )
         self._learned.load(store.state.policy.recall)
         self._tier = tier
         self._remote = self._open_remote() if self._has_remote else None
         self._fleet = (
-            FleetNode(config, lambda: self.loop, self._arena, self._numbers, self.boot_id)
+            FleetNode(
+                config,
+                lambda: self.loop,
+                self._arena,
+                self._numbers,
+                self.boot_id,
+                is_ours=self._folder_is_ours,
+            )
             if self._in_fleet
             else None
         )
@@ -489,6 +496,7 @@ class Daemon:
             on_forget=lambda worker: self._descriptors.forget(worker),
             on_fatal=lambda: self._end(EXIT_BUG),
             on_disk=self._show_disk,
+            on_purged=lambda tenant: self._schemas.purged(tenant),
         )
         self._descriptors = DescriptorServer(
             config,
@@ -556,8 +564,16 @@ class Daemon:
     def _open_remote(self) -> RemoteTier:
         """Raises ConfigError."""
         return remote_opening.open_remote(
-            self.config, self._arena, lambda event: self.loop.post_threadsafe(event)
+            self.config,
+            self._arena,
+            lambda event: self.loop.post_threadsafe(event),
+            is_ours=self._folder_is_ours,
         )
+
+    def _folder_is_ours(self) -> bool:
+        """Whether what this daemon keeps beside its sockets, where it has no SSD, is still its own: a directory that
+        was cleaned may be another daemon's by now. From any thread."""
+        return bool(self.config.ssd_dir) or self._directory.holds
 
     async def _start(self) -> None:
         self._catch_signals()

@@ -5,15 +5,17 @@ that no job needs has a slot of the same size, in DRAM too or not, in a file tha
 are being read).
 A file that gives its room to another slot size holds no more chunks that jobs need than any other that may.
 A promotion ahead of need that found no slot is not tried again before something happened that may give it one.
+What somebody asked for and is about to take leaves DRAM for another chunk only when all others have to stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
 
-from kvstore.core.chunks import NONE, PROMOTING, STORED, STORING
+from kvstore.core.chunks import LISTED, NONE, PROMOTING, STORED, STORING
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
+from kvstore.core.segments import VICTIMS_LOOKED_AT_MAX
 from kvstore.core.ssd.slab_tier import SlabTier
 from kvstore.core.store import Store
 from kvstore.types import Millis, NamespaceId, SlotState
@@ -29,9 +31,14 @@ class Placement:
         slabs, segments = tier.slabs, store.segments
         self._evict_needed, self._begin_to_empty = slabs._evict_needed, slabs._begin_to_empty
         self._allocate = segments.allocate
+        self._evict_one, self._leave_dram = segments._evict_one, segments._leave_dram
         slabs._evict_needed = self.evict_needed  # type: ignore[method-assign]
         slabs._begin_to_empty = self.begin_to_empty  # type: ignore[method-assign]
         segments.allocate = self.allocate  # type: ignore[method-assign]
+        segments._leave_dram = self.leave_dram  # type: ignore[method-assign]
+        segments._evict_one = self.evict_one  # type: ignore[method-assign]
+        self._evicting = False
+        """For another chunk, and not because a whole segment goes to somebody else."""
 
     def evict_needed(self, slot_bytes: int, closed: Container[int]) -> bool:
         if not self._slabs.closed:
@@ -81,3 +88,35 @@ class Placement:
         if ahead and taken is None:
             self._no_slot[namespace.id] = (state.room, self._store.segments.next_chance(namespace))
         return taken
+
+    def evict_one(self, namespace: Namespace, sooner_than: int) -> bool:
+        self._evicting = True
+        try:
+            return self._evict_one(namespace, sooner_than)
+        finally:
+            self._evicting = False
+
+    def leave_dram(self, row: int) -> bool:
+        policy = self._store.state.policy
+        awaited = self._evicting and row in self._store.state.demanded and policy.is_awaited(row)
+        others = self._others(row) if awaited else []
+        left = self._leave_dram(row)
+        if left and len(others) < VICTIMS_LOOKED_AT_MAX:  # no allocation looks at more
+            spared = [other for other in others if not policy.is_awaited(other)]
+            assert not spared, [self._store.state.chunks.describe(other) for other in (row, *spared[:3])]
+        return left
+
+    def _others(self, row: int) -> list[int]:
+        """The candidates of its namespace that could leave DRAM in its place."""
+        state, segments = self._store.state, self._store.segments
+        chunks = state.chunks
+        return [
+            other
+            for other in range(chunks.rows_ever)
+            if other != row
+            and chunks.namespace[other] == chunks.namespace[row]
+            and chunks.flags[other] & LISTED
+            and state.is_hit(other)
+            and not chunks.pins[other]
+            and not segments._has_to_stay(other)
+        ]

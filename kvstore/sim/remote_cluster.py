@@ -133,6 +133,8 @@ class RemoteCluster(Cluster):
                 self._inbox.append(self._store_away(effect, trouble))
             case ev.ForgetChunks():
                 self._inbox.append(ev.ChunksForgotten(effect.op, self._forget_away(trouble)))
+            case ev.ForgetSessions():
+                self.sessions.forget(effect)
             case ev.ShareSessions() | ev.LookUpSessions():
                 self._inbox.append(self.sessions.perform(effect, trouble))
             case ev.DropChunks():

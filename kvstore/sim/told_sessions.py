@@ -15,9 +15,9 @@ from kvstore.core.state import SessionName
 from kvstore.core.store import Store
 from kvstore.types import ChunkKey
 
-Place = tuple[bytes, bytes]
-"""(digest of the namespace, name of the session)"""
-SESSION_OPS = (ev.ShareSessions, ev.LookUpSessions)
+Place = tuple[bytes, bytes, bytes]
+"""(digest of the namespace, mark of its tenant, name of the session)"""
+SESSION_OPS = (ev.ShareSessions, ev.LookUpSessions, ev.ForgetSessions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ToldSessions:
         state = store.state
         digests = {namespace.salt: namespace for namespace in state.namespaces.values()}
         for told in effect.sessions:
-            place = (told.digest, told.session)
+            place = (told.digest, told.mark, told.session)
             namespace = digests[told.digest]
             name: SessionName = (namespace.id, told.session)
             session = state.sessions.by_name.get(name)
@@ -68,6 +68,9 @@ class ToldSessions:
             if refused is not None and told.keys and not told.ends:
                 goes_on = bool(refused.there) and told.keys[: len(refused.there)] == refused.there
                 assert goes_on or told.version > refused.version, f"what is newer would be lost: {told}"
+
+    def forget(self, effect: ev.ForgetSessions) -> None:
+        self.there = {place: there for place, there in self.there.items() if place[1] != effect.mark}
 
     def perform(self, effect: ev.ShareSessions | ev.LookUpSessions, trouble: str) -> ev.Event:
         if trouble == "wiped":
@@ -88,14 +91,14 @@ class ToldSessions:
         if trouble == "fails":
             return ev.SessionsShared(effect.op, failed="after it was done")
         for told, result in zip(effect.sessions, results, strict=True):
-            self._note_shown((told.digest, told.session), result.there)
+            self._note_shown((told.digest, told.mark, told.session), result.there)
         return ev.SessionsShared(effect.op, results)
 
     def applied(self, event: ev.SessionsShared, effect: ev.ShareSessions, store: Store) -> None:
         """The core has learnt how it ended."""
         numbers = {namespace.salt: namespace.id for namespace in store.state.namespaces.values()}
         for told, result in zip(effect.sessions, event.results, strict=False):
-            place = (told.digest, told.session)
+            place = (told.digest, told.mark, told.session)
             if result.done or result.there is None or result.there.ours:
                 self._refused.pop(place, None)
                 continue
@@ -114,7 +117,7 @@ class ToldSessions:
 
     def _share(self, told: ev.SessionTold) -> ev.ToldResult:
         """As the script in `fleet/sessions.py`."""
-        place = (told.digest, told.session)
+        place = (told.digest, told.mark, told.session)
         there = self.there.get(place)
         if there is not None:
             seen = (there.head, there.count) == (told.seen, told.seen_count)
@@ -136,7 +139,7 @@ class ToldSessions:
     def _another_node(self, effect: ev.ShareSessions) -> None:
         """It has seen what is there, and goes on from it, cuts it, or has another conversation by this name."""
         for told in effect.sessions:
-            place = (told.digest, told.session)
+            place = (told.digest, told.mark, told.session)
             there = self.there.get(place)
             before = there.keys if there is not None else told.keys
             keys = self.weather.choice((before, before[:-1], (*before, ChunkKey(b"of another node")), ()))

@@ -545,7 +545,7 @@ class World:
                     del self.memory[effect.segment], self.cells[effect.segment]
                 case ev.ForgetWorker():  # a copy that still runs keeps its view of the staging memory
                     self._forget_leases(effect.worker)
-                case ev.DropStaging() | ev.Quarantined() | ev.DuplicateDiffers():
+                case ev.DropStaging() | ev.Quarantined() | ev.DuplicateDiffers() | ev.TenantPurged():
                     pass
                 case _ if type(effect) in self.hold:
                     self.held.append(effect)

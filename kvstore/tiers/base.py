@@ -11,6 +11,7 @@ from kvstore.core.events import (
     DropChunks,
     FetchChunks,
     ForgetChunks,
+    ForgetSessions,
     LookUpChunks,
     LookUpSessions,
     ShareSessions,
@@ -25,7 +26,14 @@ class SlotMemory(Protocol):
 
 
 SourceEffect = (
-    LookUpChunks | FetchChunks | StoreChunks | DropChunks | ForgetChunks | ShareSessions | LookUpSessions
+    LookUpChunks
+    | FetchChunks
+    | StoreChunks
+    | DropChunks
+    | ForgetChunks
+    | ShareSessions
+    | LookUpSessions
+    | ForgetSessions
 )
 
 

@@ -178,6 +178,15 @@ class SchemaFiles:
         self._sync_folder()
         return len(going)
 
+    def remove_all(self, tenant: str, *, dry_run: bool = False) -> int:
+        """How many versions of this tenant's schemas there are, and go unless `dry_run`. Raises Unavailable."""
+        going = [one for (owner, _), known in self._versions.items() if owner == tenant for one in known]
+        for version in going if not dry_run else ():
+            self._drop(version)
+        if going and not dry_run:
+            self._sync_folder()
+        return len(going)
+
     def _find(self, tenant: str, name: str, digest: bytes) -> Version:
         known = self._versions.get((tenant, name), [])
         found = next((one for one in reversed(known) if not digest or one.digest == digest), None)

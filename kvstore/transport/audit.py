@@ -40,6 +40,11 @@ NAMED: dict[type[Any], Naming] = {
         "age_ms_max": event.age_ms_max,
         "dry_run": event.dry_run,
     },
+    events.PurgeTenant: lambda event: {
+        "call": "Admin/Purge",
+        "tenant": event.tenant,
+        "dry_run": event.dry_run,
+    },
     admin_pb2.RecordRequest: lambda request: (
         {"call": "Admin/Record", "path": request.path, "stop": request.stop}
         if request.path or request.stop

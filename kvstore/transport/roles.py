@@ -56,6 +56,7 @@ ROLES: dict[str, frozenset[Role]] = {
     "Admin/Scrub": _OPERATES,
     "Admin/ListQuarantine": _OPERATES,
     "Admin/Recall": _OPERATES,
+    "Admin/Purge": _OPERATES,
     "PromptCache/GetSchema": _LOOKS_UP,
     "PromptCache/ListSchemas": _LOOKS_UP,
     "PromptCache/PutSchema": _WRITES,

@@ -7,6 +7,7 @@ and neither a long schema nor a disk that hangs holds up the daemon's loop. A re
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -15,20 +16,27 @@ from concurrent.futures import Future
 from google.protobuf.message import Message
 
 from kvstore import wire
-from kvstore.errors import BadRequest, DeadlineExceeded, Exhausted
+from kvstore.core import events
+from kvstore.core.events import Ticket
+from kvstore.errors import BadRequest, DeadlineExceeded, Exhausted, StoreError
 from kvstore.promptcache.markup import DOCUMENT_BYTES_MAX, NAME_LENGTH_MAX
 from kvstore.promptcache.schema import DIGEST_BYTES
 from kvstore.tiers.schema_files import SchemaFiles, Version
+from kvstore.transport import audit
 from kvstore.transport.rpc import Context, Handlers
-from kvstore.transport.service import Service, time_left
+from kvstore.transport.service import ADMIN_SERVICE, Service, time_left
 from kvstore.types import WorkerId
+from kvstore.v1 import admin_pb2
 from kvstore.v1 import promptcache_pb2 as pb
+
+log = logging.getLogger(__name__)
 
 PROMPT_CACHE_SERVICE = "kvstore.v1.PromptCache"
 CALL_TIMEOUT_S = 10.0
 WAITING_MAX = 64
 """Requests for the thread."""
 DOCUMENT_NAME_MAX = 256
+TENANT_LENGTH_MAX = 256
 
 
 class SchemaService:
@@ -47,12 +55,12 @@ class SchemaService:
             "ListSchemas": self._list,
             "RemoveSchema": self._remove,
         }
-        return Handlers(
-            {
-                f"/{PROMPT_CACHE_SERVICE}/{name}": self._service.method(call, f"PromptCache/{name}")
-                for name, call in calls.items()
-            }
-        )
+        named = {
+            f"/{PROMPT_CACHE_SERVICE}/{name}": self._service.method(call, f"PromptCache/{name}")
+            for name, call in calls.items()
+        }
+        named[f"/{ADMIN_SERVICE}/Purge"] = self._service.method(self._purge, "Admin/Purge")
+        return Handlers(named)
 
     # ------------------------------------------------------------------------------------------------ requests
 
@@ -103,6 +111,45 @@ class SchemaService:
         return await self._on_thread(
             lambda: pb.RemoveSchemaReply(removed=self._files.remove(tenant, name, digest)), context
         )
+
+    # ---------------------------------------------------------------------------------------------------- purging
+
+    async def _purge(self, caller: WorkerId, raw: bytes, context: Context) -> bytes:
+        """All that a tenant has: what the core has of it, then its schemas."""
+        message = wire.parse(admin_pb2.PurgeRequest, raw)
+        if not 1 <= len(message.tenant) <= TENANT_LENGTH_MAX:
+            raise BadRequest(
+                f"has 1 to {TENANT_LENGTH_MAX} characters",
+                field="tenant",
+                value=message.tenant[:TENANT_LENGTH_MAX],
+                remedy="kvctl stats names the tenants",
+            )
+        event = events.PurgeTenant(Ticket(caller), message.tenant, message.dry_run)
+        who = self._service.who(caller)
+        try:
+            found: events.Purged = await self._service.loop.ask(event, time_left(context))
+            reply = await self._on_thread(
+                lambda: admin_pb2.PurgeReply(
+                    chunks=found.chunks,
+                    bytes=found.bytes,
+                    pinned=found.pinned,
+                    sessions=found.sessions,
+                    schemas=self._files.remove_all(message.tenant, dry_run=message.dry_run),
+                ),
+                context,
+            )
+        except StoreError as error:
+            audit.ended(event, who, error)
+            raise
+        audit.ended(event, who, found)
+        return reply
+
+    def purged(self, tenant: str) -> None:
+        """This node purges a tenant, whoever was told to."""
+        try:
+            self._thread.submit(lambda: admin_pb2.PurgeReply(schemas=self._files.remove_all(tenant)))
+        except Exhausted as problem:
+            log.error("the schemas of a tenant that is purged are still here: %s", problem)
 
     # ------------------------------------------------------------------------------------------------- helpers
 

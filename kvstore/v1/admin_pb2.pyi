@@ -132,6 +132,28 @@ class RecallReply(_message.Message):
     sessions_in_all: int
     def __init__(self, chunks: _Optional[int] = ..., bytes: _Optional[int] = ..., pinned: _Optional[int] = ..., sessions: _Optional[_Iterable[_Union[RecalledSession, _Mapping]]] = ..., sessions_in_all: _Optional[int] = ...) -> None: ...
 
+class PurgeRequest(_message.Message):
+    __slots__ = ("tenant", "dry_run")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    dry_run: bool
+    def __init__(self, tenant: _Optional[str] = ..., dry_run: bool = ...) -> None: ...
+
+class PurgeReply(_message.Message):
+    __slots__ = ("chunks", "bytes", "pinned", "sessions", "schemas")
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    SCHEMAS_FIELD_NUMBER: _ClassVar[int]
+    chunks: int
+    bytes: int
+    pinned: int
+    sessions: int
+    schemas: int
+    def __init__(self, chunks: _Optional[int] = ..., bytes: _Optional[int] = ..., pinned: _Optional[int] = ..., sessions: _Optional[int] = ..., schemas: _Optional[int] = ...) -> None: ...
+
 class RecordRequest(_message.Message):
     __slots__ = ("path", "stop", "bytes_max", "seconds")
     PATH_FIELD_NUMBER: _ClassVar[int]

@@ -49,6 +49,11 @@ class AdminStub(object):
                 request_serializer=kvstore_dot_v1_dot_admin__pb2.RecallRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_admin__pb2.RecallReply.FromString,
                 _registered_method=True)
+        self.Purge = channel.unary_unary(
+                '/kvstore.v1.Admin/Purge',
+                request_serializer=kvstore_dot_v1_dot_admin__pb2.PurgeRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__pb2.PurgeReply.FromString,
+                _registered_method=True)
         self.Record = channel.unary_unary(
                 '/kvstore.v1.Admin/Record',
                 request_serializer=kvstore_dot_v1_dot_admin__pb2.RecordRequest.SerializeToString,
@@ -79,6 +84,14 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Purge(self, request, context):
+        """All that a tenant has goes: chunks, sessions, schemas, what was told of them, here and at every other node. Answered
+        when no restart of this node can bring it back and the others are told; asked again, it purges what is left.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Record(self, request, context):
         """Write what engines look up and save to a new file, keys hashed anew; or only look, or end it. One at a time.
         """
@@ -103,6 +116,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Recall,
                     request_deserializer=kvstore_dot_v1_dot_admin__pb2.RecallRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_admin__pb2.RecallReply.SerializeToString,
+            ),
+            'Purge': grpc.unary_unary_rpc_method_handler(
+                    servicer.Purge,
+                    request_deserializer=kvstore_dot_v1_dot_admin__pb2.PurgeRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__pb2.PurgeReply.SerializeToString,
             ),
             'Record': grpc.unary_unary_rpc_method_handler(
                     servicer.Record,
@@ -191,6 +209,33 @@ class Admin(object):
             '/kvstore.v1.Admin/Recall',
             kvstore_dot_v1_dot_admin__pb2.RecallRequest.SerializeToString,
             kvstore_dot_v1_dot_admin__pb2.RecallReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Purge(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Admin/Purge',
+            kvstore_dot_v1_dot_admin__pb2.PurgeRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__pb2.PurgeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -233,3 +233,58 @@ def test_a_child_that_drops_its_parents_mapping_leaves_its_own_memory_alone(
         spare.append(bytearray(SIZE))  # the next child allocates from another state
     assert ended == 0
     assert int(segment.data.astype(np.uint64).sum()) == SIZE
+
+
+# ------------------------------------------------------------------------------------------------ devices that copy
+
+
+class Registrar:
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.refuses = refuses
+        self.known: dict[int, int] = {}
+        """Address -> number."""
+        self.gone: list[tuple[int, Callable[[], None]]] = []
+
+    def mapped(self, number: int, data: np.ndarray) -> None:
+        if self.refuses:
+            raise OSError("no more memory can be locked")
+        self.known[data.ctypes.data] = number
+
+    def last_view_gone(self, address: int, unmap: Callable[[], None]) -> None:
+        self.gone.append((address, unmap))
+
+
+def test_a_registrar_hears_of_segments_before_anybody_reads_and_before_they_go(
+    mappings: Mappings, handed: Handed
+) -> None:
+    registrar = Registrar()
+    assert mappings.install(3, SIZE, CELLS, *handed())
+    mappings.register_with(registrar)
+    assert mappings.install(4, SIZE, CELLS, *handed())
+    wait_for_pages()
+    assert sorted(registrar.known.values()) == [3, 4]
+    segment = mappings.get(4)
+    assert segment is not None
+    address, view = segment.data.ctypes.data, segment.data[100:200]
+    mappings.retire([4])
+    del segment
+    assert not registrar.gone and mappings.collect() == []
+    assert view.sum() == 100
+    del view
+    assert [where for where, _ in registrar.gone] == [address]
+    assert mappings.collect() == [], "it is mapped until the device has forgotten it"
+    ctypes.string_at(address, SIZE)  # would be a fault
+    registrar.gone[0][1]()
+    assert mappings.collect() == [4]
+    with open("/proc/self/maps") as maps:
+        assert not any(line.startswith(f"{address:x}-") for line in maps)
+
+
+def test_a_segment_that_cannot_be_registered_is_not_mapped(
+    mappings: Mappings, handed: Handed, caplog: pytest.LogCaptureFixture
+) -> None:
+    registrar = Registrar(refuses=True)
+    mappings.register_with(registrar)
+    assert not mappings.install(3, SIZE, CELLS, *handed())
+    assert mappings.get(3) is None and "no more memory can be locked" in caplog.text
+    assert not registrar.gone, "it knows nothing of it"

@@ -20,12 +20,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvstore.gpu_worker.connectors.link import Link
+from kvstore.gpu_worker.connectors.vllm.harmless import harmless
 from kvstore.gpu_worker.connectors.vllm.identity import check_settings, group_of
 from kvstore.gpu_worker.connectors.vllm.interface import check_interface
 from kvstore.gpu_worker.connectors.vllm.metadata import RankLayout, RankReport, StepMetadata
 from kvstore.gpu_worker.connectors.vllm.scheduler import SchedulerSide
 from kvstore.gpu_worker.connectors.vllm.settings import Settings
-from kvstore.gpu_worker.connectors.vllm.stats import KVStorePromMetrics, KVStoreStats
+from kvstore.gpu_worker.connectors.vllm.stats import KVStorePromMetrics, KVStoreStats, Tally
 from kvstore.gpu_worker.connectors.vllm.worker import WorkerSide
 
 STAGING_BYTES = 64 << 20
@@ -43,6 +44,22 @@ def _connectors() -> list[Any]:
         return []
     outer = get_kv_transfer_group()
     return list(getattr(outer, "_connectors", (outer,)))
+
+
+def _computes(connector: KVStoreConnector, request: Any, _: int) -> tuple[int | None, bool]:
+    connector.scheduler_side.drop(request.request_id)
+    return 0, False
+
+
+def _finished(connector: KVStoreConnector, request: Any, _: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    connector.scheduler_side.drop(request.request_id)
+    return False, None
+
+
+def _silenced(connector: KVStoreConnector) -> bool | None:
+    """What was computed before must not be found again."""
+    connector.scheduler_side.silence()
+    return False
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -72,6 +89,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             timeout_s=settings.connect_ms / 1000,
             staging_bytes=STAGING_BYTES,
         )
+        self.complaints: set[tuple[str, type[Exception]]] = set()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if scheduler:
@@ -86,6 +104,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, settings, link)
+
+    @property
+    def tally(self) -> Tally:
+        side = self._scheduler or self._worker
+        assert side is not None
+        return side.tally
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -109,28 +133,35 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         layouts = {place: layout for place, layout in metadata.items() if isinstance(layout, RankLayout)}
         self.scheduler_side.meet_ranks(layouts or self.scheduler_side.ask_ranks(rank_layout))
 
+    @harmless(lambda self, request: self.scheduler_side.drop(request.request_id))
     def on_new_request(self, request: Any) -> None:
         self.scheduler_side.on_new_request(request)
 
+    @harmless(_computes)
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.scheduler_side.matched(request, num_computed_tokens)
 
+    @harmless(lambda self, *given: self.scheduler_side.fail(*given))
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self.scheduler_side.allocated(request, blocks, num_external_tokens)
 
+    @harmless(lambda self, _: self.scheduler_side.step_without())
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return self.scheduler_side.step(scheduler_output)
 
+    @harmless(lambda *_: None)
     def update_connector_output(self, connector_output: Any) -> None:
         self.scheduler_side.loaded(connector_output.finished_recving or set())
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, RankReport):
             self.scheduler_side.reported(report)
 
+    @harmless(lambda _: ())
     def take_events(self) -> Iterable[KVCacheEvent]:
         events = self.scheduler_side.events
         return events.take() if events is not None else ()
 
+    @harmless(_finished)
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         # Nothing of ours reads its blocks any more.
         return False, self.scheduler_side.finished(request)
@@ -140,6 +171,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, [])
 
+    @harmless(_silenced)
     def reset_cache(self) -> bool | None:
         return self.scheduler_side.reset()
 
@@ -169,19 +201,27 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
+        self._begin()
+
+    @harmless(lambda self: self.worker_side.distrust(self._step))
+    def _begin(self) -> None:
         self.worker_side.begin(self._step)
 
+    @harmless(lambda self, *_, **__: self.worker_side.refuse_all(self._step))
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self.worker_side.load(self._step)
 
+    @harmless(lambda self, _: self.worker_side.spoil())
     def wait_for_layer_load(self, layer_name: str) -> None:
         self.worker_side.await_layer(layer_name)
 
+    @harmless(lambda self, *_, **__: self.worker_side.give_up())
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         self.worker_side.save_layer(self._step, layer_name)
 
+    @harmless(lambda self: self.worker_side.spoil())
     def wait_for_save(self) -> None:
         self.worker_side.end_forward(self._step)
 
@@ -192,17 +232,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker_side.take_failed()
 
+    @harmless(lambda _: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self.worker_side.report()
 
     # ------------------------------------------------------------------------------------------------------- both
 
+    @harmless(lambda _: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._scheduler is not None:
             self._scheduler.step_ended()  # vLLM asks once a step, when it is over
-        side = self._scheduler or self._worker
-        assert side is not None
-        return side.tally.take()
+        return self.tally.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -218,6 +258,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> KVConnectorPromMetrics | None:
         return KVStorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    @harmless(lambda _: None)
     def shutdown(self) -> None:
         side = self._scheduler or self._worker
         assert side is not None

@@ -140,6 +140,8 @@ class SchedulerSide:
         """How long a step without anything to compute may wait: until somebody's patience ends."""
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
+        self._building: StepMetadata | None = None
+        """Of the step that is being scheduled."""
         self._loading: dict[str, Lookup] = {}
         """Pins of loads that the ranks have not reported yet."""
         self._arriving: dict[ChunkKey, float] = {}
@@ -210,6 +212,13 @@ class SchedulerSide:
         self._link.open(spec)
 
     def _mind_weights(self) -> None:
+        try:
+            self._look_at_weights()
+        except Exception:
+            self.silence()
+            raise
+
+    def _look_at_weights(self) -> None:
         """Before anything is named: what do the ranks hold, if that may have changed?"""
         if self._watch is None or not self._watch.moved or not self._ranks:
             return
@@ -236,6 +245,20 @@ class SchedulerSide:
             self._use(reset_spec(self._base, self._owner, self._resets))
         self._leave_the_past()
         return True
+
+    def silence(self) -> None:
+        """After an error about what the ranks hold: nothing is named any more, loaded or saved, as long as the engine
+        lives."""
+        self._watch = self._known = self._base = self._spec = None
+        for name in list(self._requests):
+            self.drop(name)
+
+    def drop(self, name: str) -> None:
+        """After an error: the request is computed without the store, and nothing of it is saved."""
+        tracked = self._requests.pop(name, None)
+        if tracked is not None:
+            self._end_lookup(tracked)
+            self._waits_no_more(tracked)
 
     def _leave_the_past(self) -> None:
         """Nothing that was found or computed before counts any more."""
@@ -452,14 +475,34 @@ class SchedulerSide:
         self._loading[request.request_id] = lookup
         self.tally.add(hit_tokens=num_external_tokens)
 
+    def fail(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """After an error in `allocated`: vLLM waits for a load, so it is told that the load has failed."""
+        self.drop(request.request_id)
+        self._loads = [load for load in self._loads if load.request != request.request_id]
+        if num_external_tokens:
+            self._loads.append(Load(request.request_id, (), tuple(blocks.get_block_ids()[0])))
+
     @property
     def _busy_s(self) -> float:
         return self._steps.busy_s if self._steps is not None else 0.0
 
+    def step_without(self) -> StepMetadata:
+        """After an error in `step`: what vLLM has scheduled is not known to us, so nothing is saved, now or later, of
+        the requests that it has. Loads go on."""
+        for name in list(self._requests):
+            self.drop(name)
+        metadata = self._building
+        if metadata is None:
+            metadata = StepMetadata(loads=self._loads, spec=self._spec_to_send)
+            self._loads, self._spec_to_send = [], None
+        metadata.saves.clear()
+        metadata.weights = self._known.generations if self._known is not None else None
+        return metadata
+
     def step(self, output: Any) -> StepMetadata:
         self._mind_weights()
         self._stepped = True
-        metadata = StepMetadata(
+        metadata = self._building = StepMetadata(
             loads=self._loads,
             spec=self._spec_to_send,
             weights=self._known.generations if self._known is not None else None,
@@ -518,6 +561,7 @@ class SchedulerSide:
                 self._hint(tracked, now)
         self._board.flush()
         self._orders.flush()
+        self._building = None
         return metadata
 
     def step_ended(self) -> None:

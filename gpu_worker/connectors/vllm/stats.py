@@ -35,6 +35,7 @@ COUNTERS = {
     "actions_deferred": "kv_hints actions that are in force while blocks are on their way, or not saved yet.",
     "actions_rejected": "kv_hints actions that the store cannot carry out.",
     "resets": "Resets of the cache: a new weights epoch each.",
+    "bugs": "Errors in the connector itself; the log has one of each kind.",
 }
 
 

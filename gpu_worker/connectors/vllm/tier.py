@@ -20,7 +20,7 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -59,6 +59,7 @@ from kvstore.gpu_worker.connectors.offload import (
 )
 from kvstore.gpu_worker.connectors.vllm.callers import asked, range_asked, tokens_of_step
 from kvstore.gpu_worker.connectors.vllm.groups import groups_of
+from kvstore.gpu_worker.connectors.vllm.harmless import complain, harmless
 from kvstore.gpu_worker.connectors.vllm.hint_desk import HintDesk, session_of
 from kvstore.gpu_worker.connectors.vllm.identity import reset_spec
 from kvstore.gpu_worker.connectors.vllm.interface import check_interface
@@ -132,33 +133,7 @@ COUNTERS = {
     "bugs": "Errors in the tier itself; the log has one of each kind.",
 }
 PREFIX = "vllm:kvstore_tier_"
-P = ParamSpec("P")
-R = TypeVar("R")
 log = logging.getLogger(__name__)
-
-
-def harmless(default: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Whatever is raised becomes `default()`, counted, and logged once: the engine must not fail because of a cache."""
-
-    def wrap(method: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(method)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return method(*args, **kwargs)
-            except Exception as error:
-                _complain(args[0], method.__name__, error)
-                return default()
-
-        return call
-
-    return wrap
-
-
-def _complain(tier: Any, name: str, error: Exception) -> None:
-    tier.tally.add(bugs=1)
-    if (name, type(error)) not in tier.complaints:
-        tier.complaints.add((name, type(error)))
-        log.exception("a bug in the tier's %s: the engine goes on without", name)
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
@@ -332,7 +307,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     # --------------------------------------------------------------------------------------------------- requests
 
-    @harmless(RequestOffloadingContext)
+    @harmless(lambda *_: RequestOffloadingContext())
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._mind_weights()
         self._used = True
@@ -357,7 +332,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             self._arrivals += 1
         return inquiry
 
-    @harmless(lambda: LookupResult.MISS)
+    @harmless(lambda *_: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         self._mind_weights()
         if self._closed or self._spec is None or not 0 < len(key) <= KEY_BYTES_MAX:
@@ -380,7 +355,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         """vLLM begins to ask about a request, with this key: about all that it will ask, the directory is looked up."""
         tail = _position(context, first) % self._chunk_tokens.get(get_offload_group_idx(first), 1)
-        if inquiry.knows(ChunkKey(first)) if tail else not inquiry.unasked:
+        if tail:
+            known = inquiry.knows(ChunkKey(first))
+        else:
+            known = not inquiry.unasked and not inquiry.outdated(ChunkKey(first), now)
+        if known:
             return
         assert self._spec is not None
         namespace = self._link.ready(self._spec)
@@ -417,7 +396,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         wanted = {ChunkKey(key): place for key, place in asked(self._kinds, places, asks).items()}
         return list(wanted), functools.partial(needed, self._kinds, wanted, keys_max=self._rows.count)
 
-    @harmless(lambda: None)
+    @harmless(lambda *_: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         now = time.monotonic()
         busy_s = 0.0
@@ -464,7 +443,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         if self._hinted.pop(name, None) is not None:
             self._board.remove(name)
 
-    @harmless(lambda: None)
+    @harmless(lambda *_: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         name = req_context.req_id
         self._waits_no_more(name)
@@ -479,7 +458,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._desk.close(name, session_of(req_context), chain)
         self._orders.flush()
 
-    @harmless(lambda: None)
+    @harmless(lambda *_: None)
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Nothing to do: a request's whole chain is told of when it ends, in one message."""
 
@@ -496,7 +475,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         try:
             start(given)
         except Exception as error:
-            _complain(self, start.__name__, error)
+            complain(self, start.__name__, error)
             transfers.fail(given.job_id)
 
     def _store(self, given: TransferJob) -> None:
@@ -546,7 +525,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             for group, position in places
         ]
 
-    @harmless(list)
+    @harmless(lambda *_: [])
     def get_finished_jobs(self) -> list[JobResult]:
         now = time.monotonic()
         self._take(self._saver.transfers.take(now), self._loader.transfers.take(now))
@@ -560,7 +539,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
                     self._finished.append(result(transfer))
                 except Exception as error:
                     # vLLM would keep the rows of a transfer that it is not told of for ever.
-                    _complain(self, result.__name__, error)
+                    complain(self, result.__name__, error)
                     self._finished.append(JobResult(job_id=transfer.number, success=False))
 
     def _saved(self, transfer: Transfer) -> JobResult:
@@ -592,7 +571,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             transfer_bytes=count * self._rows.chunk_bytes,
         )
 
-    @harmless(lambda: None)
+    @harmless(lambda *_: None)
     def drain_jobs(self) -> None:
         """Called when the engine's cache is reset: its weights may be others from now on.
 
@@ -646,7 +625,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 )
             )
 
-    @harmless(list)
+    @harmless(lambda *_: [])
     def take_events(self) -> list[OffloadingEvent]:
         if not self._events:
             return []
@@ -659,7 +638,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             PREFIX + name: OffloadingCounterMetadata(documentation=about) for name, about in COUNTERS.items()
         }
 
-    @harmless(lambda: None)
+    @harmless(lambda *_: None)
     def get_stats(self) -> OffloadingConnectorStats | None:
         if self._steps is not None:
             self._steps.ended(time.monotonic())  # vLLM asks once a step, when it is over
@@ -668,7 +647,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             stats.increase_counter(PREFIX + name, count)
         return None if stats.is_empty() else stats
 
-    @harmless(lambda: None)
+    @harmless(lambda *_: None)
     def shutdown(self) -> None:
         """Saves what is queued, for at most `drain_ms`, then lets go of vLLM's memory. Idempotent."""
         if self._closed:

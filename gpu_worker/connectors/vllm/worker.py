@@ -105,17 +105,23 @@ class WorkerSide:
 
     def begin(self, metadata: StepMetadata) -> None:
         self._idle = metadata.idle
+        self._follow(metadata.spec)
         if self.held is None:
             self.held = held_by(self._config, self._rank)
         before, self._trusted = self._trusted, self._generation(metadata)
-        if self._loader is not None and (metadata.spec is not None or before != self._trusted):
+        if self._loader is not None and before != self._trusted:
             self._loader.void()
-        if metadata.spec is not None:
-            self._spec = metadata.spec
-            self._link.open(metadata.spec)
         self._bad -= metadata.fresh
         for name in metadata.begun:
             self._use(name)
+
+    def _follow(self, spec: NamespaceSpec | None) -> None:
+        """From now on chunks are those of this namespace, if one is given."""
+        if spec is not None and spec is not self._spec:
+            if self._loader is not None:
+                self._loader.void()
+            self._spec = spec
+            self._link.open(spec)
 
     def _generation(self, metadata: StepMetadata) -> int | None:
         """Of what this rank holds, if the step's chunks are named for that."""
@@ -158,8 +164,44 @@ class WorkerSide:
             self._layer_loads = self._loader.start_layers(good, self._spec)
             return
         for load in good:
-            self._arrived[load.request] = (load, self._trusted)
             self._loader.start(load, self._spec)
+            self._arrived[load.request] = (load, self._trusted)
+
+    def distrust(self, metadata: StepMetadata) -> None:
+        """After an error in `begin`: what this rank holds is not known in this step, nor whether what was loaded for
+        requests that begin to compute is of it."""
+        self._trusted = None
+        if self._loader is not None:
+            self._loader.void()
+        self._follow(metadata.spec)
+        for name in metadata.begun:
+            load, _ = self._arrived.pop(name, (None, None))
+            if load is not None:
+                self._bad_unreported.update(load.blocks)
+
+    def refuse_all(self, metadata: StepMetadata) -> None:
+        """After an error in `load`: those that were not begun have failed."""
+        self._layer_loads = []
+        for load in metadata.loads:
+            if self._arrived.get(load.request, (None, 0))[0] is not load and self._loader is not None:
+                self._refuse(load)
+
+    def spoil(self) -> None:
+        """After an error while layers are awaited: attention may have read what was not there."""
+        for layers in self._layer_loads:
+            self._bad.update(layers.load.blocks)
+            self._bad_unreported.update(layers.load.blocks)
+        self._layer_loads = []
+        self.give_up()
+
+    def give_up(self) -> None:
+        """After an error while blocks are copied: nothing of this step is saved."""
+        copying, self._copying = self._copying, []
+        self._copied_layers = set()
+        for _, shards in copying:
+            self.tally.add(blocks_dropped=len(shards))
+            if self.saver is not None:
+                self.saver.give_back(shards)
 
     def _refuse(self, load: Load) -> None:
         """It is named for another model than this rank holds."""

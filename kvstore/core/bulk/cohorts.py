@@ -21,7 +21,11 @@ def used(policy: Expected, chunks: ChunkTable, rows: Sequence[int], behind: int)
     view = chunks.views
     which = batch.as_rows(rows)
     past, used_at = view.history[which], view.used_at[which]
-    for start, end in _runs((past[1:] != past[:-1]) | (used_at[1:] != used_at[:-1]), len(rows)):
+    breaks = (past[1:] != past[:-1]) | (used_at[1:] != used_at[:-1])
+    if policy.foreseen:
+        since = np.fromiter((policy.foreseen.get(row, -1) for row in rows), np.int64, len(rows))
+        breaks |= since[1:] != since[:-1]
+    for start, end in _runs(breaks, len(rows)):
         new = policy.end_lives(rows[start], int(past[start]), int(used_at[start]), end - start, behind)
         view.history[which[start:end]] = new
 

@@ -431,6 +431,8 @@ class SessionTold:
 
     digest: bytes
     """Of its namespace, as in LookUpChunks."""
+    mark: bytes
+    """Of its tenant (`keys.tenant_mark`)."""
     session: bytes
     version: int
     keys: tuple[ChunkKey, ...]
@@ -454,11 +456,28 @@ class ShareSessions:
 
 @dataclass(frozen=True, slots=True)
 class LookUpSessions:
-    """What other nodes told of these: (digest of the namespace, name). Answer: SessionsLookedUp."""
+    """What other nodes told of these: (digest of the namespace, mark of its tenant, name). Answer: SessionsLookedUp."""
 
     op: OpId
     source: str
-    sessions: tuple[tuple[bytes, bytes], ...]
+    sessions: tuple[tuple[bytes, bytes, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetSessions:
+    """What was told of a tenant's sessions goes, whoever told it. No answer."""
+
+    op: OpId
+    source: str
+    mark: bytes
+    """`keys.tenant_mark`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantPurged:
+    """All that the core has of this tenant goes: what the edge keeps for it is to go, too."""
+
+    tenant: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,6 +538,8 @@ Effect = (
     | ForgetChunks
     | ShareSessions
     | LookUpSessions
+    | ForgetSessions
+    | TenantPurged
     | Quarantined
     | DuplicateDiffers
     | DropStaging

@@ -400,6 +400,16 @@ class ListQuarantine:
 
 
 @dataclass(frozen=True, slots=True)
+class PurgeTenant:
+    """All that a tenant has goes, in every tier and at every node. For operators. Answer: Purged, when no restart can
+    bring it back and the other nodes are told."""
+
+    ticket: Ticket
+    tenant: str
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Recall:
     """Purge all that `maker` made in the last `age_ms_max` (0: ever), in all namespaces and tiers; what an earlier
     start of the daemon left is purged whatever its age, which nobody knows. The maker gets no reservation any more.
@@ -657,6 +667,7 @@ Event = (
     | Scrub
     | ListQuarantine
     | Recall
+    | PurgeTenant
     | SegmentsUnmapped
     | WantSegments
     | WantDirectory

@@ -200,12 +200,16 @@ class Ages:
         else:
             young.append([now, count])
 
-    def end(self, began: Millis, age: Millis, count: int) -> None:
-        """`count` lives that began then end at this age."""
+    def end(self, began: Millis, age: Millis, count: int, notice: Millis = 0) -> None:
+        """`count` lives that began then end at this age. Who was told of it so long before (`notice`) has known them
+        from then on, and learns when that was: what came through since does not count."""
         number = bucket_of(age)
-        self.ended[number] += count
         if began + age - self._ran_at >= FIRST_MS * MERGED_SHARE:
             self.run(began + age)
+        told = bucket_of(max(0, age - notice)) if notice else number
+        self.ended[told] += count
+        for between in range(told, number):
+            self.passed[between] = max(0.0, self.passed[between] - count)
         for near in (number, number - 1, number + 1):
             if 0 <= near < BUCKETS:
                 count = self._take(self.young[near], began, count)
@@ -329,8 +333,8 @@ class Book:
         self.ages[kind].begin(now, count)
         self.lives += count
 
-    def end(self, kind: int, began: Millis, now: Millis, count: int) -> None:
-        self.ages[kind].end(began, now - began, count)
+    def end(self, kind: int, began: Millis, now: Millis, count: int, notice: Millis = 0) -> None:
+        self.ages[kind].end(began, now - began, count, notice)
 
     def refresh(self, now: Millis) -> bool:
         """Compute the worths anew, if enough happened."""

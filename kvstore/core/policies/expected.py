@@ -32,9 +32,9 @@ from kvstore.types import Millis, NamespaceId
 UNNAMED = KINDS
 """A kind of its own: tails that no manifest names, which go before everything;"""
 SPARED = KINDS + 1
-"""and what was passed over, which goes after everything, until"""
+"""and what was passed over, or is about to be taken by who asked for it, which goes after everything, until"""
 SPARED_MS = 10_000
-"""so long after it came last."""
+"""so long after that."""
 HOUR_MS = 3_600_000
 KINDS_MAX = 64
 CELLS_MAX = KINDS_MAX * BUCKETS
@@ -123,6 +123,8 @@ class Expected(Hints):
         self._refused = 0
         self._recalled: dict[str, Learned] = {}
         """Of tenants that have opened nothing since the start."""
+        self.foreseen: dict[int, Millis] = {}
+        """Since when queued jobs have needed a chunk, of those in `rank`."""
 
     def learned(self) -> dict[str, object]:
         known: dict[str, Learned] = dict(self._recalled)
@@ -170,11 +172,14 @@ class Expected(Hints):
             history[row] = self.end_lives(row, history[row], used_at[row], 1, behind)
 
     def end_lives(self, row: int, past: int, used_at: Millis, count: int, behind: int) -> int:
-        """So many chunks with one past, `row` among them, are used now; what their past is from now on."""
+        """So many chunks with one past, `row` among them, are used now; what their past is from now on. What a queue
+        told of is worth what it was until then: its life ends at the age that it had when the queue told."""
         book = self.book(row)
         uses = max(1, past >> USES_SHIFT & USES_MASK) + 1
         if past:
-            book.end(past & KIND_MASK, used_at, self.now, count)
+            since = self.foreseen.get(row)
+            notice = 0 if since is None else self.now - max(since, used_at)
+            book.end(past & KIND_MASK, used_at, self.now, count, notice)
         kind = ages.kind_of_used(uses, self.now - used_at, behind)
         book.begin(kind, self.now, count)
         return history_of(kind, uses, past >> TURN_SHIFT & TURN_MASK)
@@ -276,6 +281,33 @@ class Expected(Hints):
             return worth
         return 0.0
 
+    # ------------------------------------------------------------------------------------------------------- ranks
+
+    def set_ranks(self, namespaces: Mapping[NamespaceId, Namespace], rank: dict[int, int]) -> None:
+        foreseen = self.foreseen
+        self.foreseen = {row: foreseen.get(row, self.now) for row in rank}
+        super().set_ranks(namespaces, rank)
+
+    def change_ranks(
+        self, namespaces: Mapping[NamespaceId, Namespace], changes: Mapping[int, int | None]
+    ) -> None:
+        for row, place in changes.items():
+            if place is None:
+                self.foreseen.pop(row, None)
+            else:
+                self.foreseen.setdefault(row, self.now)
+        super().change_ranks(namespaces, changes)
+
+    def forget(self, row: int) -> None:
+        super().forget(row)
+        self.foreseen.pop(row, None)
+
+    def forget_many(self, rows: Sequence[int]) -> None:
+        super().forget_many(rows)
+        if self.foreseen:
+            for row in rows:
+                self.foreseen.pop(row, None)
+
     # ---------------------------------------------------------------------------------------------------- admission
 
     def admitted(
@@ -354,9 +386,24 @@ class Expected(Hints):
 
     def pass_over(self, candidates: Candidates, row: int) -> None:
         self.remove(candidates, row)
-        mine = cast("ByWorth", candidates)
-        book = self._number(row)
-        self._link(mine, self._cohort(mine, book * KINDS_MAX + SPARED, self.now), (row,), first=False)
+        self._spare(candidates, (row,))
+
+    def _spare(self, candidates: Candidates, rows: Sequence[int]) -> None:
+        """The end of the chain is the first of them that goes."""
+        if rows:
+            mine = cast("ByWorth", candidates)
+            cohort = self._cohort(mine, self._number(rows[0]) * KINDS_MAX + SPARED, self.now)
+            self._link(mine, cohort, rows[::-1], first=False)
+
+    def _without_awaited(self, candidates: Candidates, rows: Sequence[int]) -> Sequence[int]:
+        """Spare those of `rows` that came because somebody waits for them, who is about to take them: else what comes
+        for one turn would push each other out. The others."""
+        came = set().union(*(each.intersection(rows) for each in self.awaited))
+        spared = set(filter(self.is_awaited, came))
+        if not spared:
+            return rows
+        self._spare(candidates, [row for row in rows if row in spared])
+        return [row for row in rows if row not in spared]
 
     def remove(self, candidates: Candidates, row: int) -> None:
         chunks = self._chunks
@@ -394,6 +441,8 @@ class Expected(Hints):
     def _file(self, candidates: ByWorth, rows: Sequence[int], *, behind: bool = False) -> None:
         """Into the cohorts of their kinds and times; they stand in chain order, and the end of a chain goes first, also
         of what is there already. `behind`: they stand in the order in which they are to go, after what is there."""
+        if any(self.awaited):
+            rows = self._without_awaited(candidates, rows)
         if not rows:
             return
         chunks = self._chunks

@@ -28,6 +28,9 @@ from kvstore.core.policies.lists import Candidates, Ranked
 from kvstore.types import Millis, NamespaceId
 
 Rows = npt.NDArray[np.intp]
+AWAITED_MS: Millis = 60_000
+"""So long what came to DRAM because somebody asked for it is kept for that: nobody waits longer (`Limits.wait_max_ms`),
+and the last chunk of a turn comes when all are read."""
 
 
 class Policy(ABC):
@@ -45,11 +48,19 @@ class Policy(ABC):
         `set_ranks` and `change_ranks` alone change it."""
         self.now: Millis = 0
         """Of the step that is going on."""
+        self.awaited: tuple[set[int], ...] = ()
+        """Rows that came to DRAM because somebody asked for them, until they are taken."""
         self.lives_min = 0
         """A policy that learns goes by recency until it has seen so many chunks being saved or used."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.rank)} chunks ranked)"
+
+    def is_awaited(self, row: int) -> bool:
+        """Whether a chunk came because somebody asked for it, who is about to take it."""
+        if not any(row in rows for rows in self.awaited):
+            return False
+        return self.now - self._chunks.used_at[row] < AWAITED_MS
 
     @abstractmethod
     def candidates(self) -> Candidates:

@@ -18,7 +18,7 @@ noted at the edge, and is told when it is back.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -94,6 +94,8 @@ class Forgets:
         self.makers: deque[bytes] = deque()
         """That were recalled elsewhere; the store hands them on."""
         self._searched_at: Millis | None = None
+        self.purge_sessions: Callable[[str, Set[NamespaceId]], None] = lambda tenant, numbers: None
+        """Set by the store."""
 
     def __repr__(self) -> str:
         return f"Forgets({list(self.channels)}, {len(self.held)} answers held, {len(self._learned)} to heed)"
@@ -131,6 +133,19 @@ class Forgets:
         self._saves.was_forgotten(name)
         for source in self._sources.by_name:
             self._sources.is_gone(name, source)
+
+    def purge(self, tenant: str, namespaces: Mapping[NamespaceId, Namespace]) -> None:
+        """What this node put elsewhere for this tenant, in these namespaces, goes."""
+        self._saves.purge(namespaces)
+        self.purge_sessions(tenant, namespaces.keys())
+
+    def purge_row(self, row: int) -> None:
+        """It goes with all of its tenant, of which the others are told as a whole."""
+        state = self.state
+        noted = len(state.forgotten)
+        self._is_gone((NamespaceId(state.chunks.namespace[row]), state.chunks.key[row]))
+        state.doom(row, Reason.FORGOTTEN)
+        del state.forgotten[noted:]
 
     def forget_keys(self, namespace: Namespace, keys: Iterable[ChunkKey]) -> None:
         """Those that this node knows nothing of (`State.doom` notes the others): another node may have them."""
@@ -196,6 +211,12 @@ class Forgets:
         match answer:
             case ev.Done():
                 return replace(answer, not_durable=answer.not_durable or trouble)
+            case ev.Purged():
+                return Unavailable(
+                    f"{answer.chunks} chunks are misses here now, but {trouble}",
+                    field="purge",
+                    remedy=f"ask again when {channel.what} can be reached",
+                )
             case ev.Recalled():
                 return Unavailable(
                     f"{answer.chunks} chunks are misses now, but {trouble}",

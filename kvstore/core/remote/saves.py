@@ -17,7 +17,7 @@ What is forgotten there: `forgets.py`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby, islice
 
@@ -26,6 +26,7 @@ from kvstore.core.chunks import DERIVED, DOOMED, KEPT, NONE
 from kvstore.core.namespaces import Namespace
 from kvstore.core.remote.sources import Sources
 from kvstore.core.state import State
+from kvstore.keys import tenant_mark
 from kvstore.types import ChunkKey, DiskResult, Extents, Found, Millis, NamespaceId, OpId
 
 QUEUED_MAX = 8_192
@@ -38,7 +39,8 @@ ALMOST_FULL = 8
 VICTIMS_AHEAD = 64
 """and these next victims of each namespace are written first."""
 MAKERS_MAX = 64
-"""A record names all makers of its chunk, or they could not be recalled: a chunk of more stays here."""
+"""A record names all makers of its chunk, and its tenant as one, or they could not be recalled: a chunk of as many
+stays here."""
 
 
 @dataclass(slots=True)
@@ -174,7 +176,7 @@ class RemoteSaves:
         namespace = state.namespace_of(row)
         if namespace.retired or not state.is_hit(row) or self._is_there(row):
             return False
-        if len(state.makers_of(row)) > MAKERS_MAX:
+        if len(state.makers_of(row)) >= MAKERS_MAX:
             return False
         size = namespace.payload_bytes
         share = state.limits.remote_bytes_max
@@ -236,7 +238,10 @@ class RemoteSaves:
         )
         about = tuple(
             ev.ChunkAbout(
-                chunks.tokens[row], bool(chunks.flags[row] & DERIVED), self.state.makers_of(row), parent
+                chunks.tokens[row],
+                bool(chunks.flags[row] & DERIVED),
+                (*self.state.makers_of(row), tenant_mark(namespace.tenant)),
+                parent,
             )
             for row, parent in zip(rows, parents, strict=True)
         )
@@ -287,6 +292,12 @@ class RemoteSaves:
             state.effects.append(ev.DropChunks(state.new_op(), self.name, mine[0][0].salt, keys))
             for namespace, key in mine:
                 self._sources.is_gone((namespace.id, key), self.name)
+
+    def purge(self, namespaces: Mapping[NamespaceId, Namespace]) -> None:
+        """What this node has put there for these goes; that it is not served again is for `forgets.py` to say."""
+        for name in [name for name in self.stored if name[0] in namespaces]:
+            self._forget_stored(name)
+            self._dropped.append((namespaces[name[0]], name[1]))
 
     def gauges(self) -> dict[str, float]:
         """For admins; none without a store."""

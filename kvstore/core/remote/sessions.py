@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 from kvstore.core import events as ev
@@ -29,7 +29,8 @@ from kvstore.core.manifests import Session
 from kvstore.core.namespaces import Namespace
 from kvstore.core.remote.sources import ERRORS_MAX, Source
 from kvstore.core.state import SessionName, State
-from kvstore.types import ChunkKey, Millis, OpId
+from kvstore.keys import tenant_mark
+from kvstore.types import ChunkKey, Millis, NamespaceId, OpId
 
 TELL_MS = 100
 """So often what changed is told: what changes more often is told once."""
@@ -185,6 +186,7 @@ class SharedSessions:
             return None
         return ev.SessionTold(
             namespace.salt,
+            tenant_mark(namespace.tenant),
             name[1],
             session.version if session is not None else 0,
             keys,
@@ -199,8 +201,9 @@ class SharedSessions:
         if namespace is None or known is None or known.there is None or name in self.changed:
             return None
         there = known.there
+        mark = tenant_mark(namespace.tenant)
         return ev.SessionTold(
-            namespace.salt, name[1], 0, (), (), seen=there.head, seen_count=there.count, ends=True
+            namespace.salt, mark, name[1], 0, (), (), seen=there.head, seen_count=there.count, ends=True
         )
 
     def _manifest(self, session: Session) -> tuple[tuple[ChunkKey, ...], tuple[int, ...]]:
@@ -324,7 +327,10 @@ class SharedSessions:
             self.asking[op] = Asking(tuple(names), deadline, waiting)
             self._source.lookups += 1
             state.counters["sessions_looked_up"] += len(names)
-            asked_for = tuple((state.namespaces[number].salt, session) for number, session in names)
+            asked_for = tuple(
+                (state.namespaces[number].salt, tenant_mark(state.namespaces[number].tenant), session)
+                for number, session in names
+            )
             state.effects.append(ev.LookUpSessions(op, self.name, asked_for))
 
     def looked_up(self, event: ev.SessionsLookedUp) -> None:
@@ -357,6 +363,19 @@ class SharedSessions:
             oldest, known = self.known.popitem(last=False)
             self._known_keys -= len(known.there.keys) if known.there is not None else 0
             state.jobs.session_changed(*oldest)
+
+    def purge(self, tenant: str, numbers: Set[NamespaceId]) -> None:
+        """Nothing of this tenant, in these namespaces here, is told or known any more."""
+        if not self.name:
+            return
+        self.state.effects.append(ev.ForgetSessions(self.state.new_op(), self.name, tenant_mark(tenant)))
+        for book in (self.changed, self.told):
+            for name in [name for name in book if name[0] in numbers]:
+                del book[name]
+        for name in [name for name in self.known if name[0] in numbers]:
+            known = self.known.pop(name)
+            self._known_keys -= len(known.there.keys) if known.there is not None else 0
+            self.state.jobs.session_changed(*name)
 
     # --------------------------------------------------------------------------------------------------------- time
 
@@ -416,7 +435,7 @@ class SharedSessions:
 
     def check_integrity(self) -> None:
         """Raises AssertionError (simulator, tests)."""
-        alive = [*self.telling.values(), *self.asking.values()]
+        alive: list[Telling | Asking] = [*self.telling.values(), *self.asking.values()]
         assert self._source.lookups == sum(not each.late for each in alive), self
         assert len(self.telling) <= OPS_MAX and len(self.asking) <= OPS_MAX, self
         known = sum(len(each.there.keys) for each in self.known.values() if each.there is not None)

@@ -29,6 +29,7 @@ from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Segment
 from kvstore.core.rate import Rate
 from kvstore.core.state import State
+from kvstore.keys import is_tenant_mark
 from kvstore.types import (
     ChunkKey,
     DiskResult,
@@ -643,7 +644,8 @@ class Sources:
         chunks.flags[row] = flags
         chunks.tokens[row] = chunk.token_count
         for maker in chunk.makers:
-            state.add_maker(row, maker)
+            if not is_tenant_mark(maker):
+                state.add_maker(row, maker)
         self._forgotten.pop(row, None)
         for shard, checksum in enumerate(chunk.checksums):
             if state.mark_shard_ready(namespace, row, shard, checksum):

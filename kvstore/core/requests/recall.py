@@ -16,16 +16,21 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE, STORED
 from kvstore.core.cold_tier import ColdTier
+from kvstore.core.manifests import Session
 from kvstore.core.remote.forgets import Forgets
 from kvstore.core.ssd.rewrites import check_admin
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.errors import BadRequest, DeadlineExceeded, Denied, Exhausted, Unavailable
+from kvstore.keys import is_tenant_mark, tenant_mark
 from kvstore.types import Millis, NamespaceId, Reason, WorkerId
 
 ROWS_PER_STEP_MAX = 10_000
@@ -49,6 +54,10 @@ class Purge:
     """What was born before is not meant; what was born in an earlier start of the daemon always is."""
     tenant: str | None = None
     """Of its chunks alone; None: of all."""
+    everything: bool = False
+    """Of this tenant goes all, whoever made it, and its sessions."""
+    numbers: frozenset[NamespaceId] = frozenset()
+    """Its namespaces then."""
     row: int = 0
     """The next to be looked at."""
     sessions_left: list[tuple[NamespaceId, bytes]] | None = None
@@ -61,6 +70,10 @@ class Purge:
     """When the last of its chunks was dropped: the index must be newer than that."""
     deadline: Millis = 0
 
+    @property
+    def what(self) -> str:
+        return "purge" if self.everything else "recall"
+
 
 class Recalls:
     def __init__(self, state: State, tier: ColdTier, forgets: Forgets) -> None:
@@ -72,6 +85,8 @@ class Recalls:
         self._accused: OrderedDict[tuple[str, bytes], set[str]] = OrderedDict()
         """Of a tenant's makers: which engine groups found something wrong that they had made."""
         self._quarantined: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+        self.drop_session: Callable[[Session], None] = lambda session: None
+        """Set by the store."""
 
     def __repr__(self) -> str:
         return f"Recalls({len(self.purges)} under way, {len(self._barred)} makers barred)"
@@ -98,8 +113,42 @@ class Recalls:
     def has_room(self) -> bool:
         return len(self.purges) < RECALLS_MAX
 
+    def ask_purge(self, worker: Worker, event: ev.PurgeTenant) -> ev.Purged | None:
+        """All of a tenant goes, here and at every other node. None: answered later."""
+        check_admin(worker, "purge")
+        if len(self.purges) >= RECALLS_MAX:
+            raise Exhausted(f"{RECALLS_MAX} purges are under way", field="purge", remedy="try again later")
+        if not event.dry_run:
+            self._forgets.forget_maker(tenant_mark(event.tenant))
+            for namespace in self.state.namespaces.values():
+                if namespace.tenant == event.tenant:
+                    self._forgets.forget_namespace(namespace)  # their records beyond the node go at once
+        self._begin_purge(event.tenant, event.ticket, dry_run=event.dry_run)
+        return None
+
+    def _begin_purge(self, tenant: str, ticket: ev.Ticket | None, *, dry_run: bool = False) -> None:
+        state = self.state
+        mine = {number: each for number, each in state.namespaces.items() if each.tenant == tenant}
+        asked = ev.Recall(ticket or ev.Ticket(WorkerId(0)), tenant_mark(tenant), dry_run=dry_run)
+        purge = Purge(ticket, asked, -1, tenant=tenant, everything=True, numbers=frozenset(mine))
+        if not dry_run:
+            state.counters["tenants_purged"] += 1
+            state.effects.append(ev.TenantPurged(tenant))
+            for reservation in state.reservations.values():
+                for row in reservation.rows:
+                    if state.chunks.namespace[row] in purge.numbers:
+                        self._forgets.purge_row(row)
+            self._forgets.purge(tenant, mine)
+        self.purges.append(purge)
+        self._step(purge)
+
     def elsewhere(self, maker: bytes) -> None:
         """Another node was told to recall it: nobody waits for an answer here."""
+        if is_tenant_mark(maker):
+            for tenant in {each.tenant for each in self.state.namespaces.values()}:
+                if tenant_mark(tenant) == maker:
+                    self._begin_purge(tenant, None)
+            return
         if len(self._barred) < self.state.limits.makers_barred_max:
             self._barred.add(maker)
         self._end_reservations(maker)
@@ -227,6 +276,8 @@ class Recalls:
 
     def _drop(self, purge: Purge) -> bool:
         """True: all rows were looked at."""
+        if purge.everything:
+            return self._drop_all(purge)
         state = self.state
         chunks = state.chunks
         drops = DROPS_PER_STEP_MAX
@@ -245,6 +296,34 @@ class Recalls:
         purge.row = end
         return end == chunks.rows_ever
 
+    def _drop_all(self, purge: Purge) -> bool:
+        """Of a tenant: first the names of its sessions, then what they named."""
+        state = self.state
+        if purge.sessions_left is None:
+            purge.sessions_left = [name for name in state.sessions.by_name if name[0] in purge.numbers]
+        left = DROPS_PER_STEP_MAX
+        while purge.sessions_left and left:
+            session = state.sessions.by_name.get(purge.sessions_left.pop())
+            left -= 1
+            if session is not None:
+                purge.sessions_in_all += 1
+                if not purge.event.dry_run:
+                    self.drop_session(session)
+        if purge.sessions_left:
+            return False
+        chunks = state.chunks
+        end = min(purge.row + ROWS_PER_STEP_MAX, chunks.rows_ever)
+        mine = np.isin(chunks.views.namespace[purge.row : end], sorted(purge.numbers))
+        for row in (np.flatnonzero(mine) + purge.row).tolist():
+            if not left:
+                purge.row = row
+                return False
+            if chunks.namespace[row] in purge.numbers:  # else it went with another
+                left -= 1
+                self._drop_row(purge, row)
+        purge.row = end
+        return end == chunks.rows_ever
+
     def _drop_row(self, purge: Purge, row: int) -> None:
         state = self.state
         chunks = state.chunks
@@ -253,6 +332,10 @@ class Recalls:
             purge.chunks += 1
             purge.bytes += state.namespace_of(row).payload_bytes
             purge.pinned += bool(chunks.pins[row])
+        if purge.everything:
+            if not purge.event.dry_run and not doomed:
+                self._forgets.purge_row(row)
+            return
         if not purge.event.dry_run and not doomed:
             state.doom(row, Reason.RECALLED)
             state.counters["chunks_recalled"] += 1
@@ -260,7 +343,7 @@ class Recalls:
     def _list_sessions(self, purge: Purge) -> bool:
         """True: all were looked at."""
         state = self.state
-        if purge.ticket is None:
+        if purge.ticket is None or purge.everything:
             return True
         if purge.sessions_left is None:
             purge.sessions_left = list(state.sessions.by_name)
@@ -296,6 +379,8 @@ class Recalls:
         answer: ev.Answer = ev.Recalled(
             purge.chunks, purge.bytes, purge.pinned, tuple(purge.sessions), purge.sessions_in_all
         )
+        if purge.everything:
+            answer = ev.Purged(purge.chunks, purge.bytes, purge.pinned, purge.sessions_in_all)
         if not purge.event.dry_run and not self._is_durable(purge):
             why = f"{purge.chunks} chunks are misses now, but a restart could bring them back"
             trouble = self._tier.why_not_gone(purge.dropped_at or 0, purge.deadline)
@@ -303,9 +388,9 @@ class Recalls:
                 return
             if purge.deadline > state.now:
                 remedy = "do not restart the daemon before it is well; then ask again"
-                answer = Unavailable(f"{why}: {trouble}", field="recall", remedy=remedy)
+                answer = Unavailable(f"{why}: {trouble}", field=purge.what, remedy=remedy)
             else:
-                answer = DeadlineExceeded(f"{why}: {trouble}", field="recall", remedy="ask again")
+                answer = DeadlineExceeded(f"{why}: {trouble}", field=purge.what, remedy="ask again")
         self.purges.remove(purge)
         if not purge.event.dry_run:
             self._tier.hurry(-1)

@@ -255,6 +255,12 @@ class Sessions:
         state.namespaces[session.namespace].sessions -= 1
         references.drop(state, session.manifest.rows, reason)
 
+    def purge(self, session: Session) -> None:
+        """It goes with all of its tenant; what it names is looked at by whoever says so."""
+        self._unname(session, Reason.FORGOTTEN)
+        if session.indexed:
+            self._delete_record(session.namespace, session.name)
+
     def _delete_record(self, namespace: NamespaceId, name: bytes) -> None:
         """The index is to forget the session. If there is another of this name by now, it is written after that."""
         state = self.state

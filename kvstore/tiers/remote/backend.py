@@ -79,9 +79,11 @@ class Backend(Protocol):
 class Book:
     """The tombstones that this node knows, shared by its threads, and its journal on disk."""
 
-    def __init__(self, path: str) -> None:
-        """`path`: of the journal; empty: none, and a restart knows what the store tells it."""
+    def __init__(self, path: str, *, is_ours: Callable[[], bool] = lambda: True) -> None:
+        """`path`: of the journal; empty: none, and a restart knows what the store tells it. `is_ours`: whether its
+        folder is still this daemon's; if not, nothing is written there."""
         self._path = Path(path) if path else None
+        self._is_ours = is_ours
         self.lock = threading.Lock()
         self.tombstones = Tombstones()
         self.pending: dict[Forgotten, None] = {}
@@ -149,7 +151,7 @@ class Book:
 
     def _save(self) -> None:
         """Whole and synced, or not at all: a crash in the middle leaves the one before."""
-        if self._path is None:
+        if self._path is None or not self._is_ours():
             return
         new = self._path.with_suffix(".new")
         with suppress(OSError):

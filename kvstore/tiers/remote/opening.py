@@ -95,10 +95,16 @@ def journal_path(config: StoreConfig) -> str:
     return os.path.join(config.ssd_dir or config.run_dir, REMOTE_JOURNAL)
 
 
-def open_remote(config: StoreConfig, memory: SlotMemory, done: Callable[[Event], None]) -> RemoteTier:
-    """Nothing is connected to before it is used: a store that is away keeps no daemon from starting. Raises
-    ConfigError."""
-    book = Book(journal_path(config))
+def open_remote(
+    config: StoreConfig,
+    memory: SlotMemory,
+    done: Callable[[Event], None],
+    *,
+    is_ours: Callable[[], bool],
+) -> RemoteTier:
+    """Nothing is connected to before it is used: a store that is away keeps no daemon from starting. `is_ours`:
+    whether the folder of the journal is still this daemon's. Raises ConfigError."""
+    book = Book(journal_path(config), is_ours=is_ours)
     salt = read_salt(config)
     cipher = Cipher.read(config.remote_key_file) if config.remote_key_file else None
     deadline_s = config.remote_deadline_ms / 1_000

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core import events as ev
+from kvstore.core.chunks import STORED
 from kvstore.errors import StoreError
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.world import PAGE, World, chain, spec
@@ -55,16 +56,36 @@ class Watched:
     def needed(self) -> set[bytes]:
         return {bytes(self.state.chunks.key[row]) for row in self.state.policy.rank}
 
+    def awaited(self) -> set[bytes]:
+        policy = self.state.policy
+        return {
+            bytes(self.state.chunks.key[row]) for row in self.state.demanded if policy.is_awaited(row)
+        } & self.resident()
+
+    def may_go(self) -> set[bytes]:
+        """Evictable now, and on SSD, so that nothing has to be written before."""
+        policy, chunks = self.state.policy, self.state.chunks
+        dram = self.state.namespaces[self.namespace].dram
+        rows = [*policy.unneeded(dram), *policy.needed(dram, limit=64)]
+        return {bytes(chunks.key[row]) for row in rows if chunks.flags[row] & STORED}
+
     def step(self, op: str, name: str, count: int, other: str) -> None:
-        before, needed = self.resident(), self.needed()
+        before, needed, awaited, may_go = self.resident(), self.needed(), self.awaited(), self.may_go()
         dram = self.state.namespaces[self.namespace].dram
         with suppress(StoreError):
             self.perform(op, name, count, other)
         gone = before - self.resident()
+        if (
+            gone & awaited and "unpin" not in op
+        ):  # what somebody asked for and is about to take goes last of all
+            left = self.resident() & before & may_go
+            assert not left - awaited, (op, gone, left)
         pinned = {key for keys in self.held.values() for key in keys}
         assert not gone & pinned, (op, gone)
         if gone & needed & self.needed():
-            left = {bytes(self.state.chunks.key[row]) for row in self.state.policy.unneeded(dram)}
+            policy = self.state.policy
+            others = (row for row in policy.unneeded(dram) if not policy.is_awaited(row))
+            left = {bytes(self.state.chunks.key[row]) for row in others}
             assert not left & before, (op, gone, left)  # what was just saved came after the decision
 
     def perform(self, op: str, name: str, count: int, other: str) -> None:

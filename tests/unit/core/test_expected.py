@@ -16,11 +16,12 @@ from kvstore.core.limits import Limits
 from kvstore.core.policies import ages
 from kvstore.core.policies.ages import BUCKETS, EDGES, PRIOR, Ages, Book, bucket_of, worths
 from kvstore.core.policies.expected import Expected, history_of
+from kvstore.core.policies.interface import AWAITED_MS
 from kvstore.errors import StoreError
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.integrity import check_integrity
 from kvstore.sim.world import PAGE, World, chain, spec
-from kvstore.types import ChunkKey, GrantResult, Wait
+from kvstore.types import ChunkKey, GrantResult, Reason, Wait
 
 NEVER_MS = 1 << 40
 
@@ -55,6 +56,16 @@ def test_lives_that_end_are_those_that_began_then() -> None:
     mine.end(3_000, 17_000, 5)
     assert sum(count for young in mine.young for _, count in young) == 45
     assert all(count for young in mine.young for began, count in young if began != 3_000)
+
+
+def test_what_a_queue_told_of_ends_when_it_told() -> None:
+    mine = Ages()
+    mine.begin(0, 10)
+    mine.run(59_000)
+    mine.end(0, 60_000, 10, notice=50_000)
+    told = bucket_of(10_000)
+    assert mine.ended[told] == sum(mine.ended) == 10
+    assert mine.passed == [10] * told + [0] * (BUCKETS - told)
 
 
 def test_what_nobody_knows_is_worth_less_the_longer_ago_it_was_used() -> None:
@@ -312,6 +323,89 @@ def test_ghosts_grow_with_the_arena_and_take_a_bounded_part_of_it() -> None:
     assert small.ghost_rows_max == 100_000
     assert large.ghost_rows_max > 10 * small.ghost_rows_max
     assert large.ghost_rows_max * 300 <= large.arena_bytes / 512
+
+
+@pytest.mark.parametrize("batch_min", [1, 99], ids=["batch", "each"])
+def test_a_use_counts_from_when_the_queue_told_of_it(batch_min: int) -> None:
+    """A chunk that waits in the queue for a minute was needed again ten seconds after its last use."""
+    reads = Reads(eviction="expected", batch_min=batch_min)
+    world, keys = reads.world, chain("told ", 4)
+    reads.ask("told ")
+    world.tick(10_000)
+    world.ask(
+        ev.PublishQueue, reads.worker, reads.namespace, (ev.Hint(b"job", 0, keys=keys),), ttl_ms=600_000
+    )
+    world.tick(50_000)
+    assert reads.ask("told ") == 4
+    (book,) = world.store.state.policy.books  # type: ignore[attr-defined]
+    ended = np.sum([each.ended for each in book.ages], axis=0)
+    assert set(np.flatnonzero(ended)) <= {bucket_of(10_000), bucket_of(10_100), bucket_of(10_200)}
+    assert ended.sum() == 4
+
+
+def test_a_job_that_never_comes_ends_no_life() -> None:
+    reads = Reads(eviction="expected")
+    world, keys = reads.world, chain("told ", 4)
+    reads.ask("told ")
+    hints = (ev.Hint(b"job", 0, keys=keys),)
+    for _ in range(20):
+        world.ask(ev.PublishQueue, reads.worker, reads.namespace, hints, ttl_ms=600_000)
+        world.tick(100)
+        world.ask(ev.PublishQueue, reads.worker, reads.namespace, (), (b"job",))
+        world.tick(2_000)
+    policy = world.store.state.policy
+    assert isinstance(policy, Expected) and not policy.foreseen
+    assert not any(any(each.ended) for each in policy.books[0].ages)
+
+
+def nothing_else_is_worth_less(monkeypatch: pytest.MonkeyPatch, reads: Reads) -> None:
+    """From now on what was used again is worth nothing, and all else something."""
+    (book,) = reads.world.store.state.policy.books  # type: ignore[attr-defined]
+    assert book.knows
+    worth = [[0.0 if ages.USED <= kind < ages.UNKNOWN else 1.0] * BUCKETS for kind in range(ages.KINDS)]
+    monkeypatch.setattr(Book, "refresh", lambda book, now: False)
+    book.worth = worth
+    book.version += 1
+
+
+@pytest.mark.parametrize("needed", [False, True], ids=["others go", "what jobs need goes"])
+def test_what_somebody_waits_for_is_there_when_it_is_taken(
+    monkeypatch: pytest.MonkeyPatch, needed: bool
+) -> None:
+    """It came from SSD on demand, is worth less than all else, and DRAM is full: others go until it is taken."""
+    reads = Reads(slabs=4, slab_slots=64, lives_min=10, prefetch_share_max=1.0)
+    world, worker, space = reads.world, reads.worker, reads.namespace
+    reads.ask("asked ", 8)
+    reads.pass_by(20)
+    world.settle(1_000)
+    nothing_else_is_worth_less(monkeypatch, reads)
+    keys = chain("asked ", 8)
+    waiting = world.acquire(worker, space, keys, wait_ms=5_000)
+    assert {outcome.name for outcome in waiting.outcomes} == {"PENDING"}
+    world.settle(100)
+    if needed:
+        names = [f"passes by {number} " for number in range(1, 21)]
+        hints = tuple(ev.Hint(name.encode(), at, keys=chain(name, 4)) for at, name in enumerate(names))
+        world.ask(ev.PublishQueue, worker, space, hints)
+        world.settle(500)
+    reads.ask("saved meanwhile ", 8)
+    taken = world.acquire(worker, space, keys)
+    assert {outcome.name for outcome in taken.outcomes} == {"HIT"}
+
+
+def test_what_nobody_takes_goes_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = Reads(slabs=4, slab_slots=64, lives_min=10)
+    world = reads.world
+    reads.ask("asked ", 8)
+    reads.pass_by(20)
+    world.settle(1_000)
+    nothing_else_is_worth_less(monkeypatch, reads)
+    keys = chain("asked ", 8)
+    world.acquire(reads.worker, reads.namespace, keys, wait_ms=5_000)
+    world.settle(AWAITED_MS + 1_000)
+    reads.ask("saved ", 8)
+    left = world.ask(ev.Match, reads.worker, reads.namespace, keys).reasons
+    assert Reason.ON_SSD in left, "it is worth the least"
 
 
 def test_as_many_ghosts_are_remembered_as_the_arena_allows(monkeypatch: pytest.MonkeyPatch) -> None:

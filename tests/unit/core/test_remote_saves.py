@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore.core import events as ev
+from kvstore.keys import tenant_mark
 from kvstore.sim.remote_world import RemoteWorld
 from kvstore.sim.world import PAGE, chain, spec
 from kvstore.types import ChunkKey, NamespaceId, WorkerId
@@ -30,7 +31,8 @@ def test_write_through_puts_every_chunk_there_as_it_was_committed() -> None:
     world.save(worker, namespace, KEYS, maker=b"m" * 16)
     assert there(world) == set(KEYS)
     chunks = world.elsewhere["remote"].values()
-    assert {(chunk.makers, chunk.derived) for chunk in chunks} == {((b"m" * 16,), False)}
+    mark = tenant_mark(world.store.state.namespaces[namespace].tenant)
+    assert {(chunk.makers, chunk.derived) for chunk in chunks} == {((b"m" * 16, mark), False)}
     assert world.counters["remote_chunks_stored"] == 4
     assert not any(world.store.state.chunks.pins)
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.core.remote import sessions as shared
+from kvstore.keys import tenant_mark
 from kvstore.sim.remote_world import RemoteWorld
 from kvstore.sim.world import PAGE, chain, spec
 from kvstore.types import ChunkKey, HintResult, NamespaceId, WorkerId
@@ -48,8 +49,9 @@ class Node(RemoteWorld):
             self.tick(100)
 
     @property
-    def place(self) -> tuple[bytes, bytes]:
-        return self.store.state.namespaces[self.space].salt, NAME
+    def place(self) -> tuple[bytes, bytes, bytes]:
+        namespace = self.store.state.namespaces[self.space]
+        return namespace.salt, tenant_mark(namespace.tenant), NAME
 
     def another_tells(self, keys: Any, count: int = 1, version: int = 7) -> None:
         self.sessions.there[self.place] = ev.SharedManifest(
@@ -131,7 +133,7 @@ def test_sessions_that_make_room_stay_told_until_too_many_are() -> None:
         node.say(KEYS if not number else KEYS[:1], name=b"talk %d" % number)
         node.wait(300)
     node.wait()
-    names = sorted(name for _, name in node.sessions.there)
+    names = sorted(name for *_, name in node.sessions.there)
     assert names == [b"talk 2", b"talk 3"]
 
 

@@ -447,7 +447,9 @@ def _(life: Life, bulk: bool) -> Any:
     policy.opened(life.space)
     rows = life.rows()
     policy.now = life.state.now
-    policy.used_each(rows[::2], 9_000)
+    policy.used_each(rows[: len(rows) // 2], 9_000)
+    policy.now += 10_000
+    policy.foreseen = {row: policy.now - life.dice.choice((10, 1_000, 20_000)) for row in rows[::3]}
     policy.now += 100
     if bulk:
         cohorts.used(policy, life.chunks, rows, 100)

@@ -19,7 +19,7 @@ from ...fleet_tools import BOUND_S, SECRET, RedisServer, needs_redis, redis_serv
 
 pytestmark = needs_redis
 FLEET = FleetSecret(SECRET.encode())
-DIGEST, NAME = b"d" * 32, b"a conversation"
+DIGEST, MARK, NAME = b"d" * 32, b"t" * 16, b"a conversation"
 KEYS = tuple(ChunkKey(b"%d" % number) for number in range(4))
 
 
@@ -40,7 +40,7 @@ class Member:
         self, version: int, keys: tuple[ChunkKey, ...] = KEYS, *, name: bytes = NAME, ends: bool = False
     ) -> ev.ToldResult:
         seen, count = (self.seen.head, self.seen.count) if self.seen is not None else (b"", 0)
-        told = ev.SessionTold(DIGEST, name, version, keys, (64,) * len(keys), seen, count, ends)
+        told = ev.SessionTold(DIGEST, MARK, name, version, keys, (64,) * len(keys), seen, count, ends)
         self.sessions.submit(ev.ShareSessions(OpId(1), "peers", (told,)))
         answer = self.answers.get(timeout=BOUND_S)
         assert not answer.failed, answer
@@ -49,7 +49,7 @@ class Member:
         return result
 
     def look(self, *names: bytes, digest: bytes = DIGEST) -> list[ev.SharedManifest | None]:
-        asked = tuple((digest, name) for name in names or (NAME,))
+        asked = tuple((digest, MARK, name) for name in names or (NAME,))
         self.sessions.submit(ev.LookUpSessions(OpId(2), "peers", asked))
         answer = self.answers.get(timeout=BOUND_S)
         assert not answer.failed, answer
@@ -129,7 +129,7 @@ def test_what_no_node_wrote_is_not_believed_and_replaced(member: Any, redis: Any
     a, b = member("a"), member("b")
     a.tell(1)
     a.tell(1, name=b"another")
-    one, other = (a.sessions.name_of(DIGEST, name) for name in (NAME, b"another"))
+    one, other = (a.sessions.name_of(DIGEST, MARK, name) for name in (NAME, b"another"))
     good = redis.get(one)
     for spoilt in (b"", b"nonsense", good[:-1], good[:40] + b"X" + good[41:], redis.get(other)):
         redis.set(one, spoilt)
@@ -169,6 +169,6 @@ def test_a_redis_that_is_away_is_an_answer(server: RedisServer, redis: Any) -> N
 
     asked: Any = Gone()
     a = Member(asked, "a")
-    a.sessions.submit(ev.LookUpSessions(OpId(2), "peers", ((DIGEST, NAME),)))
+    a.sessions.submit(ev.LookUpSessions(OpId(2), "peers", ((DIGEST, MARK, NAME),)))
     assert a.answers.get(timeout=BOUND_S).failed
     a.sessions.close(BOUND_S)

@@ -22,7 +22,7 @@ from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.identity import Identity, inert
 from kvstore.keys import ROOT, exact_chain, exact_key
 from kvstore.layout import NamespaceSpec
-from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, GrantResult, Outcome, Reason
+from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, GrantResult, Outcome, Protection, Reason
 
 # A test computes little: more threads would only wait for one another.
 torch.set_num_threads(1)
@@ -51,6 +51,12 @@ class FakeStore:
     """More in one request are refused."""
     on_copy: Callable[[int], bool] = lambda number: True
     """Called with the number of the lease's copy_many call; False voids the lease, as would a changed generation."""
+    views: dict[int, tuple[np.ndarray, FakeLease, int]] | None = None
+    """What devices may still copy by themselves, and of which lease and layer it is. None: `on_copy` is called when
+    they are told to, and not when they do."""
+    on_intact: Callable[[], bool] = lambda: True
+    """Whether a lease's slots still hold what was granted, when a device has read them by itself."""
+    protection: Protection = Protection.GROUP
     on_read: Callable[[], None] = lambda: None
     on_write: Callable[[], None] = lambda: None
     leases: int = 0
@@ -71,20 +77,60 @@ class FakeStore:
             raise Unavailable("no daemon")
         return FakeClient(self)
 
+    def copied_by_device(self, source: np.ndarray) -> None:
+        """What `on_copy` says of it shows at the end, when the lease is asked."""
+        assert self.views is not None
+        _, lease, number = self.views.pop(id(source), (None, None, 0))
+        if lease is not None:
+            try:
+                lease.whole &= self.on_copy(number)
+            except Exception:
+                lease.whole = False
+
     def forget(self, *wanted: ChunkKey) -> None:
         self.chunks = {name: shard for name, shard in self.chunks.items() if name[1] not in wanted}
 
 
 @dataclass
 class FakeClient:
+    """Each chunk is a segment of its own, mapped when it is first read."""
+
     store: FakeStore
+    registrar: Any = None
+    mapped: dict[int, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def protection(self) -> Protection:
+        return self.store.protection
+
+    def register_with(self, registrar: Any) -> None:
+        assert not self.mapped, "nobody has read yet"
+        self.registrar = registrar
+
+    def map(self, shard: np.ndarray) -> bool:
+        """False: it cannot be read."""
+        with self.store.lock:
+            if shard.ctypes.data in self.mapped:
+                return True
+            shard.flags.writeable = self.protection is Protection.GROUP
+            try:
+                if self.registrar is not None:
+                    self.registrar.mapped(len(self.mapped), shard)
+            except OSError:
+                return False
+            self.mapped[shard.ctypes.data] = shard
+            return True
 
     def open(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> FakeNamespace:
         spec.validate()
-        return FakeNamespace(self.store, spec, chunk_salt(spec.digest("default"), spec.weights_epoch))
+        salt = chunk_salt(spec.digest("default"), spec.weights_epoch)
+        return FakeNamespace(self.store, spec, salt, self)
 
     def close(self) -> None:
         self.store.closed += 1
+        if self.registrar is not None:
+            for address, shard in self.mapped.items():
+                self.registrar.last_view_gone(address, lambda shard=shard: None)
 
 
 @dataclass
@@ -92,6 +138,12 @@ class FakeNamespace:
     store: FakeStore
     spec: NamespaceSpec
     salt: bytes
+    client: FakeClient
+
+    def map_segments(self, *, shards: Sequence[int] = (), timeout_s: float | None = None) -> int:
+        assert tuple(shards) == (0,)
+        mine = [shard for (salt, _), shard in self.store.chunks.items() if salt == self.salt]
+        return sum(map(self.client.map, mine))
 
     def keys(self, tokens: Sequence[int], parent: ChunkKey = ROOT) -> list[ChunkKey]:
         return exact_chain(self.salt, tokens, self.spec.chunk_tokens, parent)
@@ -165,6 +217,7 @@ class FakeNamespace:
         shards = [
             self.store.chunks[self.salt, key] if hit else None for key, hit in zip(wanted, hits, strict=True)
         ]
+        hits = [shard is not None and self.client.map(shard) for shard in shards]
         with self.store.lock:
             self.store.leases += 1
         cold = [self.has(key) and key in self.store.on_ssd for key in wanted]
@@ -254,6 +307,7 @@ class FakeLease:
     awaited: list[ChunkKey] = field(default_factory=list)
     backlog: Backlog = NO_BACKLOG
     copies: int = 0
+    whole: bool = True
     released: bool = False
 
     def copy_many(self, pieces: Sequence[tuple[int, int, int, Any]]) -> bool:
@@ -263,8 +317,24 @@ class FakeLease:
         for index, shard, offset, out in pieces:
             assert shard == 0 and self.outcomes[index] is Outcome.HIT
             piece = self.shards[index][offset : offset + out.nbytes]
-            out[...] = piece.view(out.dtype).reshape(out.shape) if whole else -1  # void: whatever lies there
+            void = np.full_like(out, 0xA5 if out.dtype == np.uint8 else -1)  # whatever lies there
+            out[...] = piece.view(out.dtype).reshape(out.shape) if whole else void
         return whole
+
+    def unsafe_views(self, pieces: Sequence[tuple[int, int, int, int]]) -> list[np.ndarray] | None:
+        assert not self.released
+        number, self.copies = self.copies, self.copies + 1
+        assert all(shard == 0 and self.outcomes[index] is Outcome.HIT for index, shard, _, _ in pieces)
+        views = [self.shards[index][offset : offset + length] for index, _, offset, length in pieces]
+        if self.store.views is None:
+            self.whole &= self.store.on_copy(number)
+        else:
+            self.store.views[id(views[0])] = views[0], self, number
+        return views if self.whole else None
+
+    def intact(self) -> bool:
+        assert not self.released
+        return self.whole and self.store.on_intact()
 
     def settled(self, timeout_s: float | None = None) -> tuple[int, ...]:
         """What is awaited is promoted, unless the store says that it does not."""

@@ -5,8 +5,10 @@ enough: each stream, and each thread of the host, has a vector clock; an event c
 recorded it; a wait joins it. Whoever reads memory must come after who wrote it last, whoever writes also after all who
 read it since. A race is an error of the device, which is sticky as on a GPU: all that is asked of it later fails.
 
-What it finds beyond races: copies to memory that is not registered, KV at other addresses than before (graphs that were
-captured have them), memory given back while a copy is in flight, KV that nobody wrote (it is NaN).
+What it finds beyond races: copies from or to memory that is not registered (`pageable`), KV at other addresses than
+before (graphs that were captured have them), memory given back while a copy is in flight, KV that nobody wrote (it is
+NaN). The client's copies do not reach its memory, and it registers what it is told to: `registers_read_only`,
+`registered_max` say what it cannot.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +24,8 @@ import numpy.typing as npt
 import torch
 
 from kvstore.gpu_worker.device import (
+    CannotRegister,
+    Device,
     DeviceFailed,
     Event,
     Region,
@@ -29,6 +33,7 @@ from kvstore.gpu_worker.device import (
     ThreadEvent,
     ThreadStream,
     Work,
+    view,
 )
 
 Clock = dict[str, int]
@@ -36,6 +41,19 @@ LATE_S = 0.002
 """At most so much later than it could, each work of a stream runs."""
 POISON = 0xA5
 """Of host memory that was given back."""
+
+
+class Trusting:
+    """Verdicts by which every device has passed the self-check."""
+
+    def __init__(self) -> None:
+        self.taken_back: list[str] = []
+
+    def passed(self, subject: str) -> bool:
+        return True
+
+    def take_back(self, device: Device) -> None:
+        self.taken_back.append(device.identity)
 
 
 class Race(AssertionError):
@@ -117,11 +135,28 @@ class EmulatedCompute:
 
 class EmulatedDevice(ThreadDevice):
     name = "emulated"
+    identity = "emulated 0"
+    in_host_memory = False
     tracks = True
 
-    def __init__(self, *, late_s: float = LATE_S, seed: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        late_s: float = LATE_S,
+        seed: int = 0,
+        registers_read_only: bool = False,
+        registered_max: int | None = None,
+    ) -> None:
+        """`registered_max`: bytes that it takes of memory that others made; None: any number."""
         super().__init__()
         self.races: list[str] = []
+        self.on_copy_in: Callable[[npt.NDArray[np.uint8]], None] = lambda source: None
+        self.pageable = 0
+        """Copies from or to host memory that is not registered."""
+        self.registered = 0
+        """Bytes of memory that others made."""
+        self.registers_read_only = registers_read_only
+        self._registered_max = registered_max
         self._late_s = late_s
         self._random = random.Random(seed)
         self._lock = threading.Lock()  # guards all below
@@ -129,6 +164,7 @@ class EmulatedDevice(ThreadDevice):
         self._touched: dict[Region, _Touched] = {}
         self._buffers: dict[int, int] = {}
         """Registered host memory: address -> bytes."""
+        self._kept: list[npt.NDArray[np.uint8]] = []
         self._adopted: list[tuple[torch.Tensor, int]] = []
         self._go = threading.Event()
         self._go.set()
@@ -154,27 +190,45 @@ class EmulatedDevice(ThreadDevice):
 
     def buffer(self, count: int) -> npt.NDArray[np.uint8]:
         made = np.full(count, POISON, np.uint8)
-        self.register(made)
+        with self._lock:
+            self._buffers[made.ctypes.data] = made.nbytes
+            self._kept.append(made)  # the card knows its address
         return made
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
+        if not (memory.flags.writeable or self.registers_read_only):
+            raise CannotRegister(f"{memory.nbytes} bytes of host memory that is read-only")
+        most = self._registered_max
         with self._lock:
+            assert memory.ctypes.data not in self._buffers, "registered twice"
+            if most is not None and self.registered + memory.nbytes > most:
+                raise CannotRegister(f"{memory.nbytes} bytes of host memory: {most} can be locked")
             self._buffers[memory.ctypes.data] = memory.nbytes
+            self.registered += memory.nbytes
 
-    def unregister(self, memory: npt.NDArray[np.uint8]) -> None:
+    def unregister(self, address: int) -> None:
         with self._lock:
-            del self._buffers[memory.ctypes.data]
+            self.registered -= self._buffers.pop(address)
+
+    def copy_in(self, target: torch.Tensor, source: npt.NDArray[np.uint8]) -> None:
+        self.on_copy_in(source)
+        self._look_at(source)
+        target.copy_(view(source, target.dtype, target.shape))
+
+    def copy_out(self, target: npt.NDArray[np.uint8], source: torch.Tensor) -> None:
+        self._look_at(target)
+        view(target, source.dtype, source.shape).copy_(source)
+
+    def _look_at(self, memory: npt.NDArray[np.uint8]) -> None:
+        begin, end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
+        with self._lock:
+            known = any(start <= begin and end <= start + size for start, size in self._buffers.items())
+            self.pageable += not known
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             tensor.fill_(float("nan"))
             self._adopted.append((tensor, tensor.data_ptr()))
-
-    def check_registered(self, memory: npt.NDArray[np.uint8]) -> None:
-        """A copy that is to run behind must not touch other memory: CUDA holds up the caller for it."""
-        with self._lock:
-            if memory.ctypes.data not in self._buffers:
-                self._fail(f"{memory.nbytes} bytes at {memory.ctypes.data:#x} are copied, and not registered")
 
     def reading(self, regions: Iterable[Region]) -> None:
         self.touch(_thread(), regions, ())

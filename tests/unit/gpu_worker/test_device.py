@@ -13,6 +13,7 @@ import torch
 
 from kvstore.errors import Unsupported
 from kvstore.gpu_worker.device import (
+    CannotRegister,
     CpuDevice,
     Device,
     DeviceFailed,
@@ -187,12 +188,32 @@ def test_kv_that_has_moved_is_noticed(emulated: EmulatedDevice) -> None:
         emulated.compute.run(lambda: None)
 
 
-def test_memory_that_is_not_registered_is_noticed(emulated: EmulatedDevice) -> None:
-    mine = emulated.buffer(64)
-    emulated.check_registered(mine)
-    emulated.unregister(mine)
-    with pytest.raises(Race, match="not registered"):
-        emulated.check_registered(mine)
+def test_copies_from_and_to_memory_that_is_not_registered_are_counted(emulated: EmulatedDevice) -> None:
+    own, theirs, card = emulated.buffer(64), np.zeros(64, np.uint8), torch.zeros(16)
+    emulated.copy_in(card, own)
+    emulated.copy_in(card[:4], own[16:32])
+    emulated.copy_out(own, card)
+    assert emulated.pageable == 0
+    emulated.copy_in(card, theirs)
+    emulated.copy_out(theirs, card)
+    assert emulated.pageable == 2
+    emulated.register(theirs)
+    emulated.copy_in(card, theirs)
+    assert emulated.pageable == 2 and emulated.registered == 64
+    emulated.unregister(theirs.ctypes.data)
+    emulated.copy_in(card, theirs)
+    assert emulated.pageable == 3 and emulated.registered == 0
+
+
+def test_memory_that_a_card_cannot_register(emulated: EmulatedDevice) -> None:
+    theirs = np.zeros(64, np.uint8)
+    theirs.flags.writeable = False
+    with pytest.raises(CannotRegister, match="read-only"):
+        emulated.register(theirs)
+    small = EmulatedDevice(registers_read_only=True, registered_max=100)
+    small.register(theirs)
+    with pytest.raises(CannotRegister, match="100 can be locked"):
+        small.register(np.zeros(64, np.uint8))
 
 
 def test_streams_can_be_held(emulated: EmulatedDevice) -> None:

@@ -34,7 +34,7 @@ from kvstore.gpu_worker.identity import Identity, digest_of_files, digest_of_ten
 from kvstore.gpu_worker.sampling import NotNumbers
 
 from .conftest import FakeStore, text, tiny_llama
-from .emulated import EmulatedDevice
+from .emulated import EmulatedDevice, Trusting
 
 MakeEngine = Callable[..., BatchEngine]
 T = 16
@@ -884,7 +884,16 @@ def test_reset_on_a_device_whose_copies_run_late(steps: int, store: FakeStore, e
         first.turn(name, prompt, 8)
     assert first.flush(10)
     device = EmulatedDevice()
-    engine = engines(model, store, chunk_tokens=T, retain=True, sequences_max=1, load_ahead=1, device=device)
+    engine = engines(
+        model,
+        store,
+        chunk_tokens=T,
+        retain=True,
+        sequences_max=1,
+        load_ahead=1,
+        device=device,
+        verdicts=Trusting(),
+    )
     prompts = [[*PROMPT, 1], [*text(90, seed=4), 2]]
     numbers = [engine.add(prompt, 8, session=name) for prompt, name in zip(prompts, "st", strict=True)]
     got: dict[int, list[int]] = {number: [] for number in numbers}

@@ -21,7 +21,7 @@ GEOMETRY = Geometry(layers=3, heads=2, head_dim=4, dtype=torch.float32, chunk_to
 WANTED = [Piece(0, 0, 8), Piece(2, 8, 5)]
 
 
-@pytest.fixture(params=["cpu", "emulated"])
+@pytest.fixture(params=["cpu", "emulated", "emulated, bounce"])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     made = CpuDevice() if request.param == "cpu" else EmulatedDevice()
     yield made
@@ -30,10 +30,12 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 
 @pytest.fixture
-def loader(device: Device) -> Iterator[Loader]:
-    made = Loader(GEOMETRY, device=device)
+def loader(device: Device, request: pytest.FixtureRequest) -> Iterator[Loader]:
+    bounce = request.node.callspec.params["device"].endswith("bounce")
+    made = Loader(GEOMETRY, device=device, bounce=bounce)
     yield made
     made.close()
+    assert not bounce or device.pageable == 0  # type: ignore[attr-defined]
 
 
 def lease(store: FakeStore) -> FakeLease:
@@ -51,13 +53,16 @@ def targets() -> list[np.ndarray]:
     return [np.full((2, 2, 20, 4), -7, np.int32) for _ in range(3)]
 
 
-def placing(into: list[np.ndarray]) -> Target:
-    return lambda layer, piece: into[layer][:, :, piece.first_token : piece.first_token + piece.token_count]
+def placing(into: list[np.ndarray], device: Device) -> Target:
+    layers = into if device.in_host_memory else [torch.from_numpy(layer) for layer in into]
+    return lambda layer, piece: layers[layer][:, :, piece.first_token : piece.first_token + piece.token_count]
 
 
-def test_chunks_land_at_their_tokens_and_nowhere_else(store: FakeStore, loader: Loader) -> None:
+def test_chunks_land_at_their_tokens_and_nowhere_else(
+    store: FakeStore, loader: Loader, device: Device
+) -> None:
     into = targets()
-    load = loader.start(lease(store), WANTED, placing(into), deadline_s=30)
+    load = loader.start(lease(store), WANTED, placing(into, device), deadline_s=30)
     for layer in range(3):
         load.wait(layer)
         assert (into[layer][:, :, :8] == 0).all()
@@ -69,18 +74,20 @@ def test_chunks_land_at_their_tokens_and_nowhere_else(store: FakeStore, loader: 
     assert load.bytes == 13 * GEOMETRY.token_bytes * 3
 
 
-def test_a_layer_is_handed_out_while_the_next_is_copied(store: FakeStore, loader: Loader) -> None:
+def test_a_layer_is_handed_out_while_the_next_is_copied(
+    store: FakeStore, loader: Loader, device: Device
+) -> None:
     go = threading.Event()
     store.on_copy = lambda number: number == 0 or go.wait(30)
-    load = loader.start(lease(store), WANTED, placing(targets()), deadline_s=30)
+    load = loader.start(lease(store), WANTED, placing(targets(), device), deadline_s=30)
     load.wait(0)  # would hang for layers 1 and 2
     go.set()
     load.wait(2)
 
 
-def test_a_void_layer_voids_the_load(store: FakeStore, loader: Loader) -> None:
+def test_a_void_layer_voids_the_load(store: FakeStore, loader: Loader, device: Device) -> None:
     store.on_copy = lambda number: number != 1
-    load = loader.start(lease(store), WANTED, placing(targets()), deadline_s=30)
+    load = loader.start(lease(store), WANTED, placing(targets(), device), deadline_s=30)
     with pytest.raises(LoadFailed, match="void at layer 1"):
         load.wait(1)
     with pytest.raises(LoadFailed, match="void at layer 1"):
@@ -89,10 +96,12 @@ def test_a_void_layer_voids_the_load(store: FakeStore, loader: Loader) -> None:
     assert store.leases == 0
 
 
-def test_a_layer_that_comes_after_the_deadline_does_not_count(store: FakeStore, loader: Loader) -> None:
+def test_a_layer_that_comes_after_the_deadline_does_not_count(
+    store: FakeStore, loader: Loader, device: Device
+) -> None:
     go = threading.Event()
     store.on_copy = lambda number: go.wait(30)
-    load = loader.start(lease(store), WANTED, placing(targets()), deadline_s=0)
+    load = loader.start(lease(store), WANTED, placing(targets(), device), deadline_s=0)
     with pytest.raises(LoadFailed, match="layer 0 was not in"):
         load.wait(0)
     go.set()
@@ -102,7 +111,9 @@ def test_a_layer_that_comes_after_the_deadline_does_not_count(store: FakeStore, 
     assert store.leases == 0
 
 
-def test_a_cancelled_load_stops_and_gives_its_lease_back(store: FakeStore, loader: Loader) -> None:
+def test_a_cancelled_load_stops_and_gives_its_lease_back(
+    store: FakeStore, loader: Loader, device: Device
+) -> None:
     copying, go = threading.Event(), threading.Event()
 
     def copy(number: int) -> bool:
@@ -111,7 +122,7 @@ def test_a_cancelled_load_stops_and_gives_its_lease_back(store: FakeStore, loade
 
     store.on_copy = copy
     taken = lease(store)
-    load = loader.start(taken, WANTED, placing(targets()), deadline_s=30)
+    load = loader.start(taken, WANTED, placing(targets(), device), deadline_s=30)
     assert copying.wait(30)
     load.cancel("enough")
     assert store.leases == 1  # the copy still reads
@@ -123,12 +134,14 @@ def test_a_cancelled_load_stops_and_gives_its_lease_back(store: FakeStore, loade
         load.wait(0)
 
 
-def test_a_load_that_was_cancelled_before_it_began_copies_nothing(store: FakeStore, loader: Loader) -> None:
+def test_a_load_that_was_cancelled_before_it_began_copies_nothing(
+    store: FakeStore, loader: Loader, device: Device
+) -> None:
     go = threading.Event()
     store.on_copy = lambda number: go.wait(30)
-    loader.start(lease(store), WANTED, placing(targets()), deadline_s=30)
+    loader.start(lease(store), WANTED, placing(targets(), device), deadline_s=30)
     second = lease(store)
-    loader.start(second, WANTED, placing(targets()), deadline_s=30).cancel("enough")
+    loader.start(second, WANTED, placing(targets(), device), deadline_s=30).cancel("enough")
     go.set()
     loader.close()
     assert second.copies == 0

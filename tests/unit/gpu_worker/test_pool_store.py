@@ -22,7 +22,7 @@ from kvstore.gpu_worker.pool_store import PoolStore
 from kvstore.types import ChunkKey
 
 from .conftest import FakeStore, text, tiny_llama
-from .emulated import EmulatedDevice
+from .emulated import EmulatedDevice, Trusting
 from .recording import Recording, T
 from .test_batching import play
 
@@ -41,11 +41,13 @@ def engine(model: PreTrainedModel, store: FakeStore, request: pytest.FixtureRequ
     whose streams are late, and that tells races."""
     made: list[Recording] = []
     devices: list[EmulatedDevice] = []
+    store.views = {} if request.param == "emulated" else None
 
     def make(**options: Any) -> Recording:
         if request.param == "emulated":
             devices.append(EmulatedDevice(seed=len(devices)))
-            options = {"device": devices[-1]} | options
+            devices[-1].on_copy_in = store.copied_by_device
+            options = {"device": devices[-1], "verdicts": Trusting()} | options
         made.append(Recording(model, store.connect, **options))
         return made[-1]
 
@@ -54,6 +56,8 @@ def engine(model: PreTrainedModel, store: FakeStore, request: pytest.FixtureRequ
         one.close()
     assert store.leases == 0
     assert not [race for device in devices for race in device.races]
+    assert not sum(device.pageable for device in devices), "a copy held up whoever asked for it"
+    assert not sum(device.registered for device in devices), "memory that is gone is registered"
 
 
 def finish(one: Recording) -> Recording:

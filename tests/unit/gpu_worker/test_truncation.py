@@ -31,7 +31,7 @@ from kvstore.keys import exact_chain
 from kvstore.types import SessionEntry
 
 from .conftest import FakeStore, recorded_logits, text, tiny_llama
-from .emulated import EmulatedDevice
+from .emulated import EmulatedDevice, Trusting
 
 T = 16
 SALT = bytes(range(32))
@@ -567,7 +567,7 @@ def test_deviating_requests_share_steps_are_preempted_and_aborted(
     assert alone.flush(30) and alone.counters["cuts_decided"] >= 3
     for late in (False, True):
         device = EmulatedDevice() if late else None
-        engine = engines(model, store, pool_chunks=64, device=device, **options)
+        engine = engines(model, store, pool_chunks=64, device=device, verdicts=Trusting(), **options)
         numbers = [engine.add(prompt, 20, turns=turns) for prompt in prompts]
         dropped = engine.add(prompts[0], 20, turns=turns)
         got: dict[int, list[int]] = {number: [] for number in (*numbers, dropped)}
@@ -679,7 +679,7 @@ def test_nothing_is_read_before_it_is_there_on_a_device_that_runs_late(
         "truncation": SETTINGS,
         "canary_every": 3,
     }
-    engine = engines(model, store, device=device, **options)
+    engine = engines(model, store, device=device, verdicts=Trusting(), **options)
     chat = Chat(engine)
     for number in range(10):
         chat.turn(number)

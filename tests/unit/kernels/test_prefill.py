@@ -86,6 +86,40 @@ def test_any_forest_gives_the_exact_result_but_for_rounding(
     )
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=SEEDS,
+    scale=st.sampled_from((None, 0.5, -1.0, 0.0)),
+    sequences=st.integers(1, 6),
+    chunk_tokens=st.sampled_from((1, 16, 64)),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from((1, 4, 7)),
+    head_dim=st.sampled_from((8, 80)),
+)
+def test_torchs_attention_gives_the_same(
+    seed: int, scale: float | None, sequences: int, **shape: int
+) -> None:
+    case = Case(seed=seed, **shape).fill(sequences)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "TORCH_MIN", 1)
+        patch.setattr(cpu, "TORCH_ALONE_MIN", 1)
+        case.check_prefill(prefill_attention, torch.float32, case.scattered(), scale=scale)
+
+
+def test_torchs_attention_is_used_where_prompts_are_long() -> None:
+    case = Case(seed=1, chunk_tokens=16, rows=2, kv_heads=1, group=2, head_dim=8)
+    case.add(0, more=cpu.TORCH_MIN + 40)
+    case.add(1, more=cpu.TORCH_MIN)
+
+    def chosen(new: dict[int, int], dtype: torch.dtype = torch.float32) -> bool:
+        return cpu.is_torchs(case.forest().prefill(new), dtype)
+
+    assert chosen({0: cpu.TORCH_MIN}) and chosen({1: cpu.TORCH_MIN})
+    assert chosen({0: cpu.TORCH_MIN, 1: cpu.TORCH_MIN})
+    assert not chosen({0: cpu.TORCH_MIN - 1}) and not chosen({0: cpu.TORCH_MIN, 1: 1})
+    assert not chosen({0: cpu.TORCH_MIN}, torch.bfloat16)
+
+
 @settings(max_examples=60, deadline=None)
 @given(SEEDS, TILES, st.sampled_from((None, 1, 2)), st.sampled_from((1, 4)))
 def test_a_plan_covers_what_each_query_sees_once(

@@ -1,0 +1,116 @@
+"""`kvctl purge`: one order, and a tenant's KV is nowhere: not in DRAM, on SSD, in a REMOTE store, at peers or in the
+registry, and not after a restart."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.client.schemas import list_schemas, put_schema
+from kvstore.errors import StoreError
+from kvstore.transport.descriptors import DEFAULT_TENANT
+
+from ..fleet_tools import RedisServer, eventually, needs_redis
+from . import forked
+from .test_fleet import Member, join, kvctl, redis
+from .test_fleet_sessions import NAME, go_on, told
+
+__all__ = ["join", "redis"]
+pytestmark = needs_redis
+SCHEMA = b'<schema name="trip"><module name="paris">Paris is in France.</module></schema>'
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RedisServer]:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    server = RedisServer(folder)
+    yield server
+    server.stop()
+
+
+def records(server: RedisServer) -> int:
+    """Of chunks; what was forgotten stands under other names."""
+    with server.client() as client:
+        return sum(b"{" not in name for name in client.scan_iter())
+
+
+def sessions(server: RedisServer) -> int:
+    with server.client() as client:
+        return sum(b":session:" in name for name in client.scan_iter())
+
+
+def purge(member: Member) -> None:
+    """A machine that is late may not tell the others within the time that an answer waits: then it is asked again."""
+    order = ["--run-dir", str(member.daemon.run_dir), "--timeout", "30", "purge", "--tenant", DEFAULT_TENANT]
+    eventually(lambda: forked.run(order, dict(os.environ)).returncode == 0, "the order is carried out")
+
+
+def test_one_order_and_a_tenant_is_gone_everywhere(
+    join: Callable[..., Member], redis: RedisServer, store: RedisServer, tmp_path: Path
+) -> None:
+    def settings(name: str) -> dict[str, Any]:
+        return {
+            "ssd_dir": tmp_path / name,
+            "ssd_bytes": 64 << 20,
+            "ssd_slab_bytes": 4 << 20,
+            "durable_within_ms": 100,
+            "remote_url": store.url,
+            "remote_writes": "write-through",
+        }
+
+    a, b = join("a", **settings("a")), join("b", **settings("b"))
+    keys = go_on(a, 6)
+    eventually(lambda: told(b) == ("a", keys) and b.knows(keys), "b knows")
+    assert b.load(keys) == 6, "b has a copy"
+    for each in (a, b):
+        put_schema(each.client, SCHEMA)
+    eventually(lambda: records(store) >= 12 and sessions(redis) == 1, "all of it is beyond the node, too")
+    counted = kvctl(a, "purge", "--tenant", DEFAULT_TENANT, "--dry-run")
+    assert (int(counted["chunks"]), int(counted["sessions"]), int(counted["schemas"])) == (6, 1, 1), counted
+    assert a.load(keys) == 6, "counting purges nothing"
+    purge(a)
+    assert a.load(keys) == 0 and a.space.get_session(NAME) is None
+    told_of = a.daemon.wait_for("an operator's call")
+    assert (told_of["call"], told_of["tenant"]) == ("Admin/Purge", DEFAULT_TENANT)
+    eventually(lambda: b.load(keys) == 0, "b hears of it")
+    eventually(lambda: sessions(redis) == 0, "nothing is told of its sessions")
+    eventually(lambda: records(store) == 0, "nor is a record left")
+    eventually(lambda: b.counter("tenants_purged") >= 1, "by the same order")
+    eventually(lambda: not list_schemas(a.client) and not list_schemas(b.client), "no schema is left")
+    # Nothing brings it back: a node that ends and begins again, one that was killed, one that is new
+    a.daemon.stop()
+    b.daemon.kill()
+    a, b, c = join("a", **settings("a")), join("b", **settings("b")), join("c", **settings("c"))
+    for each in (a, b, c):
+        assert each.load(keys) == 0 and each.space.get_session(NAME) is None
+        assert told(each) is None
+    # and the tenant may begin anew; what a node saves before it has heard of the order goes by it, too
+    again = c.space.keys(list(range(10_000, 10_000 + 64 * 2)))
+
+    def has_begun_anew() -> bool:
+        if c.load(again) < 2:
+            with suppress(AssertionError, StoreError):
+                c.save(again)
+        return c.load(again) == 2
+
+    eventually(has_begun_anew, "it is served again")
+
+
+def test_a_node_that_was_away_hears_of_it_when_it_is_back(
+    join: Callable[..., Member], tmp_path: Path
+) -> None:
+    disk: dict[str, Any] = {"ssd_dir": tmp_path / "a", "ssd_bytes": 64 << 20, "ssd_slab_bytes": 4 << 20}
+    a, b = join("a", **disk), join("b")
+    keys = go_on(a, 4)
+    a.daemon.stop()
+    purge(b)
+    again = join("a", **disk)
+    eventually(lambda: again.counter("tenants_purged") >= 1, "it hears of what it had missed")
+    eventually(lambda: again.load(keys) == 0, "and drops it")
+    assert again.space.get_session(NAME) is None

@@ -1,0 +1,157 @@
+"""Purge: all that a tenant has goes, here and everywhere, and nothing of another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore.core import events as ev
+from kvstore.core.chunks import NONE
+from kvstore.core.requests import recall
+from kvstore.errors import Denied, StoreError, Unavailable
+from kvstore.keys import tenant_mark
+from kvstore.sim.remote_world import SOURCE, RemoteWorld
+from kvstore.sim.world import PAGE, chain, spec
+from kvstore.types import ChunkKey, NamespaceId, WorkerId
+
+KEYS = chain("k", 4)
+ALICE, BOB = "alice", "bob"
+WHOLE, GONE = (8, 1, 5, 4, 1), (0, 0, 0, 0, 0)
+
+
+class Node(RemoteWorld):
+    """Two tenants with the same keys, in DRAM, on SSD, in a REMOTE store, and in a session that is told."""
+
+    def __init__(self, **limits: Any) -> None:
+        defaults: dict[str, Any] = {
+            "segments": 4,
+            "segment_bytes": 16 * PAGE,
+            "slabs": 4,
+            "slab_slots": 24,
+            "reserve_share_max": 1.0,
+            "remote_store": SOURCE,
+            "remote_writes": "write-through",
+            "sessions_told": SOURCE,
+        }
+        super().__init__(**{**defaults, **limits})
+        self.admin = self.join("operations", admin=True)
+        self.of: dict[str, tuple[WorkerId, NamespaceId]] = {}
+        for tenant in (ALICE, BOB):
+            worker = self.join(tenant)
+            space = self.open(spec(), worker)
+            self.of[tenant] = (worker, space)
+            self.save(worker, space, KEYS)
+            self.append(worker, space, b"talk", KEYS)
+        self.wait()
+
+    def wait(self) -> None:
+        for _ in range(20):
+            self.tick(100)
+
+    def purge(self, tenant: str = ALICE, **named: Any) -> ev.Purged:
+        request = self._next_request
+        answer = self.ask(ev.PurgeTenant, self.admin, tenant, **named)
+        for _ in range(100):
+            if answer is not None:
+                break
+            self.tick(100)
+            answer = self.answers.get((self.admin, request))
+        if isinstance(answer, StoreError):
+            raise answer
+        assert isinstance(answer, ev.Purged), answer
+        return answer
+
+    def left(self, tenant: str) -> tuple[int, int, int, int, int]:
+        """Chunks with bytes, sessions, index records, records in the REMOTE store, manifests that are told."""
+        state = self.store.state
+        number = self.of[tenant][1]
+        salt = state.namespaces[number].salt
+        return (
+            sum(state.chunks.shard0[row] != NONE for row in state.namespaces[number].index.values())
+            + sum(state.is_usable(row) for row in state.namespaces[number].index.values()),
+            sum(name[0] == number for name in state.sessions.by_name),
+            sum(of == number for of, _ in self.platter.chunks)
+            + sum(of == number for of, _ in self.platter.sessions),
+            sum(digest == salt for digest, _ in self.elsewhere[SOURCE]),
+            sum(place[0] == salt for place in self.sessions.there),
+        )
+
+
+def test_all_of_one_tenant_goes_and_nothing_of_another() -> None:
+    node = Node()
+    assert node.left(ALICE) == node.left(BOB) == WHOLE
+    purged = node.purge()
+    assert (purged.chunks, purged.sessions, purged.pinned) == (4, 1, 0)
+    assert node.left(ALICE) == GONE
+    assert node.left(BOB) == WHOLE
+    told = {forgotten for forgotten in node.tombstones if forgotten[2]}
+    assert told == {(b"", ChunkKey(b""), tenant_mark(ALICE))}
+    worker, space = node.of[ALICE]
+    assert set(node.outcomes(worker, space, KEYS)) == {"FORGOTTEN"}
+    node.save(worker, space, KEYS)  # and may begin anew
+    assert node.outcomes(worker, space, KEYS) == ["HIT"] * 4
+
+
+def test_counting_changes_nothing() -> None:
+    node = Node()
+    assert node.purge(dry_run=True).chunks == 4
+    assert node.left(ALICE) == WHOLE and not node.tombstones
+
+
+def test_only_operators_may() -> None:
+    node = Node()
+    with pytest.raises(Denied):
+        node.ask(ev.PurgeTenant, node.of[BOB][0], ALICE)
+    assert node.left(ALICE) == WHOLE
+
+
+def test_what_is_being_written_and_read_goes_too() -> None:
+    node = Node()
+    worker, space = node.of[ALICE]
+    reserved = node.reserve(worker, space, chain("new", 2))
+    lease = node.acquire(worker, space, KEYS[:1])
+    assert node.purge().pinned == 1
+    assert set(node.outcomes(worker, space, KEYS)) == {"FORGOTTEN"}
+    node.commit(worker, reserved)
+    assert "HIT" not in node.outcomes(worker, space, chain("new", 2)), "what began before is kept"
+    node.release(worker, lease.lease)
+    node.wait()
+    assert node.left(ALICE)[0] == 0
+
+
+def test_in_steps_and_others_are_served_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recall, "DROPS_PER_STEP_MAX", 2)
+    monkeypatch.setattr(recall, "ROWS_PER_STEP_MAX", 3)
+    node = Node()
+    assert node.purge().chunks == 4
+    assert node.left(ALICE) == GONE and node.left(BOB) == WHOLE
+
+
+def test_what_another_node_was_told_goes_here() -> None:
+    node = Node()
+    node.step(ev.ForgottenElsewhere(SOURCE, ((b"", ChunkKey(b""), tenant_mark(ALICE)),), 1))
+    node.wait()
+    assert node.left(ALICE) == GONE
+    assert node.left(BOB) == WHOLE
+    assert node.counters["tenants_purged"] == 1
+
+
+def test_a_store_that_cannot_be_told_is_said() -> None:
+    node = Node()
+    node.hold = {ev.ForgetChunks}
+    with pytest.raises(Unavailable, match="does not know it yet"):
+        node.purge()
+    assert node.left(ALICE)[:3] == (0, 0, 0)
+
+
+def test_makers_of_what_comes_back_are_not_tenants() -> None:
+    """A record names its tenant beside its makers; here it is no maker."""
+    node = Node(segments=2, slabs=0, remote_writes="off")
+    worker, space = node.of[BOB]
+    node.put_elsewhere(space, chain("e", 2), makers=(b"m" * 16, tenant_mark(BOB)))
+    node.outcomes(worker, space, chain("e", 2))
+    node.fetch(worker, space, chain("e", 2))
+    state = node.store.state
+    row = state.namespaces[space].index[chain("e", 2)[0]]
+    assert state.makers_of(row) == (b"m" * 16,)
