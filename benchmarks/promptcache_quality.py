@@ -63,6 +63,8 @@ RECIPES = {
     "beginning, deviating 10 %": Recipe(deviating=0.1),
     "beginning, deviating 15 %": Recipe(deviating=0.15),
     "beginning, deviating 20 %": Recipe(deviating=0.2),
+    "beginning, first 5 % and deviating 10 %": Recipe(share=0.05, deviating=0.1),
+    "beginning, first 5 % and deviating 15 %": Recipe(share=0.05, deviating=0.15),
     "beginning, see all": Recipe(see_later=True),
 }
 PASSAGES, ANSWER_TOKENS_MAX, PASSAGE_CHARACTERS_MAX = 4, 24, 600
@@ -78,6 +80,9 @@ def main() -> int:
     options.add_argument("--skip", type=int, default=0, help="so many questions of each set")
     options.add_argument(
         "--resume", type=Path, help="file that keeps each question's figures; what is there is not run"
+    )
+    options.add_argument(
+        "--recipes", nargs="+", choices=tuple(RECIPES), metavar="NAME", help="by default all"
     )
     options.add_argument("--sets", nargs="+", choices=("NQ", "MuSiQue", "passkeys"), help="by default all")
     chosen = options.parse_args()
@@ -114,7 +119,7 @@ def main() -> int:
                 for number, sample in enumerate(samples, skip):
                     figures = known.get((name, number))
                     if figures is None:
-                        figures = compared(engine, tokenizer, sample)
+                        figures = compared(engine, tokenizer, sample, chosen.recipes or list(RECIPES))
                         keep(chosen.resume, name, number, figures)
                     found.append(figures)
                 rows += summed(name, found)
@@ -147,7 +152,7 @@ def nq(path: Path, count: int) -> list[Sample]:
     with gzip.open(path, "rt") as file:
         rows = [json.loads(line) for _, line in zip(range(PASSAGES * count), file, strict=False)]
     chance = random.Random(0)
-    passages = [row["ctxs"][0]["text"][:PASSAGE_CHARACTERS_MAX] for row in rows]
+    passages = [titled(row["ctxs"][0], PASSAGE_CHARACTERS_MAX) for row in rows]
     samples = []
     for number in range(min(count, len(rows) // PASSAGES)):
         some = passages[number * PASSAGES : (number + 1) * PASSAGES]
@@ -157,13 +162,17 @@ def nq(path: Path, count: int) -> list[Sample]:
     return samples
 
 
+def titled(passage: dict[str, str], most: int) -> str:
+    return f"(Title: {passage['title']}) {passage['text'][:most]}"
+
+
 def musique(path: Path, count: int) -> list[Sample]:
     if not path.exists() or not count:
         return []
     text = subprocess.run(["zstd", "-dc", path], capture_output=True, check=True).stdout
     found = []
     for row in json.loads(text)[:count]:
-        some = tuple(one["text"][:MUSIQUE_CHARACTERS_MAX] for one in row["ctxs"])
+        some = tuple(titled(one, MUSIQUE_CHARACTERS_MAX) for one in row["ctxs"])
         found.append(Sample(some, row["question"], row["answers"][0]))
     return found
 
@@ -185,7 +194,9 @@ def passkeys(count: int) -> list[Sample]:
 # --------------------------------------------------------------------------------------------------------- measuring
 
 
-def compared(engine: BatchEngine, tokenizer: Tokenizer, sample: Sample) -> dict[str, tuple[Comparison, bool]]:
+def compared(
+    engine: BatchEngine, tokenizer: Tokenizer, sample: Sample, recipes: list[str]
+) -> dict[str, tuple[Comparison, bool]]:
     """By recipe; and whether each token of the answer was the likeliest."""
     schema = sample.schema
     layout = Layout(schema, tokenizer, positions_max=engine.positions_max)
@@ -194,20 +205,21 @@ def compared(engine: BatchEngine, tokenizer: Tokenizer, sample: Sample) -> dict[
     assert namespace is not None
     answer = list(tokenizer.encode(" " + sample.answer.strip()))[:ANSWER_TOKENS_MAX]
     plans: dict[str, Assembly] = {}
-    for method in dict.fromkeys(recipe.method for recipe in RECIPES.values()):
+    for method in dict.fromkeys(RECIPES[name].method for name in recipes):
         encoding = Encoding(
             layout, namespace.salt, chunk_tokens=engine.pool.geometry.chunk_tokens, method=method
         )
         for job in jobs(encoding, salt=namespace.salt):
             encode(engine, job)
-        for name, recipe in RECIPES.items():
+        for name in recipes:
+            recipe = RECIPES[name]
             if recipe.method is method:
                 plan = assemble(encoding, placement, salt=namespace.salt, moves=engine.moves, recipe=recipe)
                 assert plan is not None
                 plans[name] = plan
     assert engine.flush(60)
     assert not engine.save_counters["modules_dropped"], "a module found no room"
-    whole = replace(plans["beginning"], parts=(), recomputed=(), exact=0)
+    whole = replace(next(iter(plans.values())), parts=(), recomputed=(), exact=0)
     read = {name: Forced(answer) for name in ("full", *plans)}
     numbers = {
         engine.add(plan.tokens, len(answer), assembly=plan, sampler=read[name]): name
@@ -245,7 +257,7 @@ def kept(path: Path | None) -> dict[tuple[str, int], dict[str, tuple[Comparison,
 
 
 def summed(name: str, found: list[dict[str, tuple[Comparison, bool]]]) -> Iterator[dict[str, Any]]:
-    for recipe in RECIPES:
+    for recipe in (name for name in RECIPES if all(name in one for one in found)):
         total = Comparison()
         for one in found:
             each, _ = one[recipe]

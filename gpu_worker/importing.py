@@ -59,16 +59,16 @@ class Importing:
     def begin(self, pool: HbmPool, store: PoolStore) -> None:
         """Holds what is here, and asks for the rest."""
         self.begun = True
+        missing: dict[ChunkKey, Part] = {}
         for part in self.assembly.parts:
-            if part.key in self.chunks or any(part.key == one.key for one in self.missing):
-                continue
-            if part.delta and not store.moves:
+            if part.key in self.chunks or part.key in missing or (part.delta and not store.moves):
                 continue
             if found := pool.find([part.key]):
                 pool.hold(found)
                 self.chunks[part.key] = found[0]
             else:
-                self.missing.append(part)
+                missing[part.key] = part
+        self.missing = list(missing.values())
         if self.missing:
             self.lookup = store.look_up_parts(self.assembly, self.missing)
 

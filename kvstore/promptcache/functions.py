@@ -413,6 +413,12 @@ def _no_plain_function(function: FunctionType, parameters: Sequence[str]) -> str
         return "a coroutine waits, and a schema cannot"
     if inspect.isgeneratorfunction(function):
         return "a generator hands out values, which no schema has"
+    if hasattr(function, "__wrapped__"):
+        return (
+            "another decorator made it: what it wraps is not seen (put prompt_function right above the def)"
+        )
+    if inspect.getfullargspec(function).args[:1] != parameters[:1]:
+        return "it has no first parameter of its own, which would be the builder"
     if parameters[:1] in (["self"], ["cls"]):
         return f"a method's first parameter is {parameters[0]}, and not the builder"
     return ""

@@ -19,7 +19,17 @@ from kvstore.promptcache.markup import (
     escape,
     tag_error,
 )
-from kvstore.promptcache.schema import BLANKS, PARAMETER_TAGS, Module, Path, Schema, Scope, Text, settle
+from kvstore.promptcache.schema import (
+    BLANKS,
+    PARAMETER_TAGS,
+    Module,
+    Path,
+    Schema,
+    Scope,
+    Text,
+    import_tag,
+    settle,
+)
 
 Find = Callable[[str], Schema | None]
 """The schema of a name."""
@@ -295,7 +305,7 @@ class _Parser:
                 return self.error(
                     tag,
                     f"module {name} is not in {where}, but in {'/'.join(parent) or 'the schema itself'}",
-                    f"write {opening}<{name}/>{closing}",
+                    f"write {opening}{import_tag(name)}{closing}",
                 )
         return self.error(
             tag,
@@ -310,6 +320,12 @@ class _Parser:
                 tag,
                 f"a message inside {'a message' if around.kind == 'role' else 'an import'}",
                 "write messages behind the imports, one after the other",
+            )
+        if tag.kind is Kind.EMPTY and tag.name in around.owner.scope.modules:
+            raise self.error(
+                tag,
+                f"is a message without text, and a module of the schema is named {tag.name}, too",
+                f"import the module by {import_tag(tag.name)}",
             )
         return _Open("role", tag, around.owner)
 

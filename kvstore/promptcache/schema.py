@@ -38,6 +38,7 @@ Path = tuple[str, ...]
 BLANKS = " \t\n"
 _INDENT = re.compile(r"[ \t]*")
 _KNOWN = tag_pattern(ELEMENTS)
+_TAG_NAME = re.compile(r"[^\s/<>='\"]+")
 _PLACEHOLDER = "\0"
 """Stands for a parameter while white space is settled; a document holds none."""
 
@@ -110,11 +111,17 @@ class Scope:
         """For an error: what is there, and which of it is like `name`."""
         some = [*self.collections, *self.modules][:SUGGESTED_FROM]
         if near := difflib.get_close_matches(name[:NAME_LENGTH_MAX], some, n=1):
-            return f"<{near[0]}/> is one"
+            return f"{import_tag(near[0])} is one"
         if not some:
             return "there is none"
-        shown = ", ".join(f"<{one}/>" for one in some[:8])
+        shown = ", ".join(import_tag(one) for one in some[:8])
         return f"there are {shown}{' ...' if len(some) > 8 else ''}"
+
+
+def import_tag(name: str) -> str:
+    """What imports a module of that name in a prompt."""
+    own = name in (*ELEMENTS, "prompt", "document") or not _TAG_NAME.fullmatch(name)
+    return f'<module name="{escape(name)}"/>' if own else f"<{name}/>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -317,7 +317,7 @@ def test_recomputing_all_of_it_is_full_attention(
     cached = serve(store, forced=False)
     verdict = cached.served.post("/promptcache/verify", {"texts": [SAMPLE]})
     (row,) = verdict["rows"]
-    assert row["kl"] < 1e-6 and row["agreement"] == 1 and row["recomputed_share"] > 0.4
+    assert row["kl"] < 1e-6 and row["agreement"] == 1 and row["recomputed_share"] > 0.3
     assert recipe.items() <= verdict["recipe"].items()
 
 

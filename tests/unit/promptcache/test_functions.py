@@ -233,10 +233,29 @@ def hands_out(p):
     yield 1
 
 
+def passed_on(function):
+    @functools.wraps(function)
+    def inner(*arguments, **named):
+        return function(*arguments, **named)
+
+    return inner
+
+
+@passed_on
+def wrapped(p):
+    p.text("x")
+
+
+def takes_any(*p):
+    p[0].text("x")
+
+
 @pytest.mark.parametrize(
     ("function", "says"),
     [
         (lambda p: p.text("x"), "a lambda has no statements"),
+        (wrapped, "another decorator made it"),
+        (takes_any, "no first parameter of its own"),
         (Holder.method, "a method's first parameter is self"),
         (Holder().method, "is a method, and no function"),
         (waits, "a coroutine waits"),

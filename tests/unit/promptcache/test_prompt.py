@@ -159,3 +159,15 @@ def test_an_import_that_is_not_ended_is_mended() -> None:
     assert shape(prompt.items) == [("plan", {"days": "1"}, ("plan/away", {}, ("plan/away/tokyo", {})))]
     assert prompt.warnings == ("line 1, column 42: <tokyo> was not ended before </away> in line 1",)
     assert isinstance(prompt.items[0], Import)
+
+
+def test_a_module_that_is_named_like_a_message_is_never_left_out_in_silence() -> None:
+    schema = parse_schema(
+        '<schema name="s"><module name="user">U</module><module name="a b">B</module></schema>'
+    )
+    with pytest.raises(PmlError, match='import the module by <module name="user"/>'):
+        parse_prompt('<prompt schema="s"><user/>?</prompt>', schema)
+    found = parse_prompt('<prompt schema="s"><module name="user"/><user>Hello</user></prompt>', schema)
+    assert [type(item).__name__ for item in found.items] == ["Import", "FreeText"]
+    with pytest.raises(PmlError, match='there are <module name="user"/>, <module name="a b"/>'):
+        parse_prompt('<prompt schema="s"><nothing/></prompt>', schema)
