@@ -46,8 +46,8 @@ PAPER_13B = {"lru": 0.58, "fifo": 0.48, "hints": 0.86}
 THINK_S = (10.0, 40.0, 160.0)
 RATIOS = (0.05, 0.1, 0.25, 0.5)
 NOTE = (
-    "Runs are kept by their settings, not by the state of the code: empty .cache/placement before the page is written"
-    ' anew.\nOur rows are of the default, `eviction = "expected"`, where nothing else is said.'
+    "A dash: not run. Runs are kept by their settings, not by the state of the code: empty .cache/placement before the page is"
+    ' written\nanew. Our rows are of the default, `eviction = "expected"`, where nothing else is said.'
 )
 MOONCAKE_CHUNKS = (1_000, 3_000, 10_000)
 
