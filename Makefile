@@ -84,9 +84,12 @@ test-gpu: venv  ## loader, saver, pool, self-check and engine on a device that i
 	$(PYTEST) $(JOBS) tests/unit/gpu_worker/test_{device,loader,overlap,pool_store,self_check}.py -k 'emulated or cuda' $(ARGS)
 	$(PYTEST) $(JOBS) tests/unit/gpu_worker/test_segments.py tests/e2e/test_registered.py $(ARGS)
 
-.PHONY: crash soak
+.PHONY: crash fleet soak
 crash: venv  ## kill -9 of a daemon, ROUNDS times: is what was promised there, and nothing else? (ARGS='--seed 1')
 	$(PY) tests/stress/crash.py --json --rounds $(ROUNDS) $(ARGS)
+
+fleet: venv  ## nodes that share a store, ROUNDS of faults: wrong bytes, forgotten chunks, hangs? (ARGS='--seed 1')
+	$(PY) tests/stress/fleet.py --json --rounds $(ROUNDS) $(ARGS)
 
 soak: venv  ## a daemon under full load for MINUTES: does anything grow or break? (ARGS='--seed 1')
 	$(PY) tests/stress/soak.py --json --minutes $(MINUTES) $(ARGS)

@@ -296,7 +296,7 @@ async def at_once(side: Side, many: int, rounds: int) -> dict[str, Any]:
     each = max(10, 100 * rounds // many)
     times: list[float] = []
     knows = "directory" in inspect.signature(connect_async).parameters  # else it asks for everything anyway
-    asks = {"directory": False} if knows else {}
+    asks: dict[str, Any] = {"directory": False} if knows else {}
     async with await connect_async(side.run_dir, timeout_s=BOUND_S, **asks) as client:
         space: AsyncNamespace = await client.open(SMALL)
 

@@ -208,7 +208,8 @@ def connect_asking(run_dir: str | Path, *, timeout_s: float) -> Client:
     """A client that asks the daemon for everything. Of a package that has no directory yet (`make bench-check` compares
     with older ones, too) any client does."""
     knows = "directory" in inspect.signature(connect).parameters
-    return connect(str(run_dir), timeout_s=timeout_s, **({"directory": False} if knows else {}))
+    asks: dict[str, Any] = {"directory": False} if knows else {}
+    return connect(str(run_dir), timeout_s=timeout_s, **asks)
 
 
 def arena_ready(client: Client) -> None:

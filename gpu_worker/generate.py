@@ -130,13 +130,19 @@ class StoredGenerator:
             self._identity.close()
 
     def generate(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **options: Any,
     ) -> Any:
-        """What `model.generate` returns. `input_ids` and `attention_mask`: [rows, tokens]."""
+        """What `model.generate` returns. `input_ids` (or `inputs`, as transformers says) and `attention_mask`: [rows,
+        tokens]."""
+        if input_ids is None:
+            input_ids = options.pop("inputs", None)
         given: dict[str, Any] = {} if attention_mask is None else {"attention_mask": attention_mask}
         why, config = self._refusal(input_ids, attention_mask, options)
         namespace = None if why else self._namespace()
-        if namespace is None:
+        if namespace is None or input_ids is None:
             self._tell(why)
             return self._model.generate(input_ids, **given, **options)
         if attention_mask is None:
@@ -164,7 +170,7 @@ class StoredGenerator:
     # ------------------------------------------------------------------------------------------------- what is refused
 
     def _refusal(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, options: Mapping[str, Any]
+        self, input_ids: object, attention_mask: torch.Tensor | None, options: Mapping[str, Any]
     ) -> tuple[str, Any]:
         """Why this call is computed without the store, "" if it is not; and its settings."""
         config = copy.deepcopy(options.get("generation_config") or self._model.generation_config)

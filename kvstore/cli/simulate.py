@@ -6,11 +6,13 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.cli.command import Command, byte_size, number
 from kvstore.cli.output import note, say, say_json
 from kvstore.cli.tables import share, size, table
+from kvstore.core.limits import EVICTION
 from kvstore.errors import BadRequest
 from kvstore.layout import SHARD_BYTES_MAX
 
@@ -100,9 +102,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         nargs="+",
-        default=["hints"],
+        default=[EVICTION],
         metavar="NAME",
-        help="hints, lru, fifo, ... of the daemon; s3-fifo, gdsf, paper, belady as baselines; recompute",
+        help="expected, hints, lru, fifo of the daemon; s3-fifo, gdsf, paper, belady as baselines; recompute",
     )
     parser.add_argument(
         "--look-ahead",
@@ -326,7 +328,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="of the tokens that an endless store would serve (default: 0.9)",
     )
-    parser.add_argument("--policy", default="hints", metavar="NAME")
+    parser.add_argument("--policy", default=EVICTION, metavar="NAME")
     parser.add_argument(
         "--look-ahead", type=number, default=0, metavar="N", help="turns that wait behind each"
     )
@@ -401,6 +403,7 @@ def plan(_: str, options: argparse.Namespace) -> int:
 
 def simulate_fleet(_: str, options: argparse.Namespace) -> int:
     from kvstore.replay.fleet import Failure, simulate_fleet
+    from kvstore.replay.plot import fleet_svg
 
     trace, model, hardware = _read(options)
     chunk_bytes = _check_chunk(model, trace, [options.dram])
@@ -432,6 +435,8 @@ def simulate_fleet(_: str, options: argparse.Namespace) -> int:
         if alone is not None and alone.hits:
             row["of_one_node"] = round(result.hits / alone.hits, 4)
         rows.append(row)
+    if options.plot:
+        _write_plot(options.plot, fleet_svg(rows))
     if options.json:
         say_json(rows)
         return 0
@@ -472,6 +477,16 @@ def simulate_fleet(_: str, options: argparse.Namespace) -> int:
     return 0
 
 
+def _write_plot(path: str, svg: str) -> None:
+    """Raises BadRequest."""
+    try:
+        Path(path).write_text(svg)
+    except OSError as problem:
+        raise BadRequest(
+            f"cannot be written: {problem.strerror}", field="--plot", value=path, remedy="name another file"
+        ) from None
+
+
 def failure(text: str) -> tuple[int, float, float]:
     """NODE@SECONDS, or NODE@SECONDS+SECONDS."""
     try:
@@ -497,6 +512,7 @@ def _fleet_arguments(parser: argparse.ArgumentParser) -> None:
         "--without-peers", action="store_true", help="also as if nodes did not read from each other"
     )
     parser.add_argument("--compare", action="store_true", help="with one node that has all the memory")
+    parser.add_argument("--plot", default="", metavar="FILE.svg", help="draw it, too")
     parser.add_argument(
         "--fail",
         type=failure,

@@ -34,6 +34,7 @@ from kvstore.fleet.forgets import FleetForgets
 from kvstore.fleet.held import Held, Known, Where, as_hashes, decode_page, decode_versions
 from kvstore.fleet.secret import TAG_BYTES, FleetSecret, KeyHasher
 from kvstore.server.logs import fields
+from kvstore.tiers.remote.backend import StoreProblem
 from kvstore.types import ChunkKey
 
 log = logging.getLogger(__name__)
@@ -324,7 +325,7 @@ class Registry:
     def _errors() -> tuple[type[BaseException], ...]:
         import redis.exceptions
 
-        return (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
+        return (redis.RedisError, redis.exceptions.RedisClusterException, OSError, StoreProblem)
 
     def _run(self) -> None:
         while not self._ended:

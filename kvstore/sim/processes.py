@@ -411,8 +411,8 @@ class Process:
 
     @property
     def maker(self) -> bytes:
-        """Another one after a while: one that was recalled is granted nothing any more."""
-        return b"%s %d" % (self.name.encode(), self.host.clock // 4_000)
+        """Another one after a while: one that was recalled is granted nothing any more. Of 16 bytes at most."""
+        return (b"%s %d" % (self.name.encode(), self.host.clock // 4_000))[-16:]
 
     def _compare(self, task: SaveTask, reserved: ev.Reserved) -> Program:
         """Tell what it computed for what others had committed; now and then it is something else."""

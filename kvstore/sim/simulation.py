@@ -405,6 +405,8 @@ class Simulation:
             return "no memory" if self.lasts("no_memory") else ""
         if isinstance(op, REMOTE_OPS):
             return ""
+        if isinstance(op, ev.Checksum) and self.protection is Protection.SEALED and op.op % 4 == 0:
+            return "busy"  # it is an audit, which says nothing then
         if not isinstance(op, DISK_OPS):
             return "as told" if self.lasts("copies_fail") and op.op % 3 == 0 else ""
         cluster = self.cluster

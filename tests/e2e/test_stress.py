@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from ..fleet_tools import needs_redis
+
 STRESS = Path(__file__).resolve().parent.parent / "stress"
 
 pytestmark = pytest.mark.timeout(600)  # of a machine that does much else; alone, none takes half a minute
@@ -71,3 +73,23 @@ def test_a_planted_leak_is_not_judged_flat() -> None:
     assert met["rise of threads after the warm-up"], result["goals"]
     assert met["exit status of the daemon, its invariants checked"]
     assert result["counts"]["bytes compared"] > 0 and result["counts"]["chunks saved"] > 0
+
+
+@needs_redis
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["redis", "file"])
+def test_nodes_that_share_a_store_in_trouble(store: str) -> None:
+    """ATTNSTORE_FLEET_ROUNDS=100 for more."""
+    rounds = int(os.environ.get("ATTNSTORE_FLEET_ROUNDS", "2"))
+    seed = random.randrange(1 << 32)
+    status, result = run("fleet.py", "--rounds", str(rounds), "--seed", str(seed), "--store", store)
+    assert status == 0, (result["failure"], result["goals"])
+    assert result["rounds"] == rounds and result["counts"]["chunks compared"] > 0
+
+
+@needs_redis
+@pytest.mark.slow
+def test_a_fleet_that_hears_of_no_forget_is_found_out() -> None:
+    status, result = run("fleet.py", "--rounds", "10", "--store", "redis", "--canary", "deaf")
+    assert status == 1
+    assert "what was forgotten is served" in result["failure"], result["failure"]

@@ -1,8 +1,9 @@
 """A real vLLM engine in a process of its own, driven by JSON lines on standard input, one answer a line.
 
     {"generate": [{"tokens": [...], "max_tokens": 8, "salt": "..."}, ...], "abort": {"1": 3}}  -> {"outputs": [...]}
-        all at once; request number 1 is aborted after 3 steps of the engine; "kv_hints": actions for the offloading;
-        "handed": what a router hands on from another engine, which is in each output too
+        all at once; request number 1 is aborted after 3 steps of the engine; "parameters": more of SamplingParams;
+        "kv_hints": actions for the offloading; "handed": what a router hands on from another engine, which is in each
+        output too
     {"reset": true}     new weights epoch           -> {"reset": true or false}
     {"flush": 5.0}      until all is saved          -> {"flushed": ..., "worker": {...}, "scheduler": {...}}
     {"forget": true}    what a restart would make it forget
@@ -93,13 +94,16 @@ def generate(llm: Any, wanted: list[dict[str, Any]], aborts: dict[str, int]) -> 
         if "salt" in request:
             prompt["cache_salt"] = request["salt"]
         parameters = SamplingParams(
-            max_tokens=request.get("max_tokens", 8),
-            temperature=0,
-            detokenize=False,
-            logprobs=1,
-            ignore_eos=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"kv_transfer_params": request["handed"]} if "handed" in request else None,
+            **{
+                "max_tokens": request.get("max_tokens", 8),
+                "temperature": 0,
+                "detokenize": False,
+                "logprobs": 1,
+                "ignore_eos": True,
+                "output_kind": RequestOutputKind.FINAL_ONLY,
+                "extra_args": {"kv_transfer_params": request["handed"]} if "handed" in request else None,
+                **request.get("parameters", {}),
+            }
         )
         name = f"r{generate.count}-{number}"
         more: dict[str, Any] = {}
@@ -108,6 +112,8 @@ def generate(llm: Any, wanted: list[dict[str, Any]], aborts: dict[str, int]) -> 
             more["kv_hints"] = KvHintsEnvelope(protocol_version="1.0", message_id=name, actions=actions)
         if "lora" in request:
             more["lora_request"] = adapter(request["lora"])
+        if "priority" in request:
+            more["priority"] = request["priority"]
         names[engine.add_request(name, prompt, parameters, **more) or name] = number
         names[name] = number
     outputs: dict[int, dict[str, Any]] = {}
@@ -123,11 +129,18 @@ def generate(llm: Any, wanted: list[dict[str, Any]], aborts: dict[str, int]) -> 
                     "tokens": list(best.token_ids),
                     "logprobs": [
                         place[token].logprob
-                        for token, place in zip(best.token_ids, best.logprobs or [], strict=True)
+                        for token, place in zip(
+                            best.token_ids, best.logprobs or [], strict=bool(best.logprobs)
+                        )
                     ],
                     "cached": output.num_cached_tokens,
                     "finish": best.finish_reason,
                     "handed": output.kv_transfer_params,
+                    "all": [list(each.token_ids) for each in output.outputs],
+                    "prompt_logprobs": [
+                        {str(token): place.logprob for token, place in places.items()} if places else None
+                        for places in output.prompt_logprobs or ()
+                    ],
                 }
         step += 1
     return [outputs.get(number, {"finish": "abort"}) for number in range(len(wanted))]

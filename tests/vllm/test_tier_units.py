@@ -243,6 +243,11 @@ def launch(config: Any, daemon: Daemon) -> Iterator[Callable[..., Rig]]:
         rig.close()
 
 
+def asks(rig: Rig) -> None:
+    """It has no directory to look into, and asks the daemon."""
+    rig.tier._lookups.at_once = lambda *_, **__: None
+
+
 def keys_of(name: str, count: int, group: int = 0) -> list[bytes]:
     return [make_offload_key(f"{name}-{number}".encode().ljust(32), group) for number in range(count)]
 
@@ -448,6 +453,7 @@ def test_a_chunk_that_vanishes_fails_alone(launch: Callable[..., Rig]) -> None:
     """Between the answer and the load, its pin run out: the others are loaded, vLLM computes it."""
     keys = keys_of("vanish", 3)
     rig = launch(enable_kv_events=True)
+    asks(rig)
     rig.put(rig.request("one", keys), {key: number for number, key in enumerate(keys)})
     rig.forget()
     context = rig.request("two", keys)
@@ -632,6 +638,7 @@ def test_a_daemon_that_reads_late_shows_nothing(
 def test_the_daemon_dies_under_open_jobs(launch: Callable[..., Rig], daemon: Daemon) -> None:
     keys = keys_of("dies", 3)
     rig = launch(save_ms=2000, lookup_ms=2000)
+    asks(rig)
     rig.put(rig.request("one", keys), dict.fromkeys(keys, 3))
     rig.idle()
     rig.forget()
@@ -883,6 +890,7 @@ def test_who_waits_long_is_told_to_the_daemon(
 ) -> None:
     monkeypatch.setattr(tier_module, "HINT_AFTER_S", 0.0)
     rig = launch()
+    asks(rig)
     keys = keys_of("hint", 1)
     rig.put(rig.request("one", keys), dict.fromkeys(keys, 1))
     rig.forget()

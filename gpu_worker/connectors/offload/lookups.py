@@ -31,6 +31,8 @@ Opener = Callable[[float], "Namespace | None"]
 Needed = Callable[[Collection[ChunkKey]], Sequence[ChunkKey]]
 """Of the keys of a question that are there, those that the request needs. Called on a thread of the crew."""
 THERE = (Outcome.HIT, Outcome.PENDING)
+FRESH_S = 0.05
+"""An answer out of the directory is used for so long while the engine asks again."""
 log = logging.getLogger(__name__)
 
 
@@ -78,6 +80,8 @@ class Question:
         """Of those that are not pinned: they are on SSD, and the load waits for them ..."""
         self.wait_s = math.inf
         """... for so long at most."""
+        self.fresh_until = math.inf
+        """Of an answer out of the directory: later it is worth another look."""
         self._lock = threading.Lock()
         self._users = 1
         self._leases: list[ReadLease] = []
@@ -148,10 +152,12 @@ class Lookups:
         hold_s: float,
         ahead: int,
         busy_s: float,
+        again: bool,
     ) -> Question | None:
         """A question that is answered already, by the directory in shared memory; None: it cannot tell enough, and
         the daemon has to be asked. `needed`: as of a question; None: these are leading keys. `wait_s`: how long the
-        load may wait for what is on SSD; `ahead`: chunks that other loads wait for."""
+        load may wait for what is on SSD; `ahead`: chunks that other loads wait for. `again`:
+        the daemon was told of the request's question before."""
         prefix = needed is None
         peeked = peek(namespace, keys, any_order=not prefix)
         if peeked is None:
@@ -170,6 +176,7 @@ class Lookups:
             plan, chosen = self._choose(namespace, wanted, set(), now, wait_s, ahead)
         question = Question(keys, prefix=prefix, deadline=now, held_until=now + hold_s, busy_s=busy_s)
         question.bound_s = plan.bound_s
+        question.fresh_until = now + FRESH_S
         question.cold = frozenset(on_ssd.intersection(chosen))
         if question.cold:
             question.wait_s = plan.wait_s
@@ -177,7 +184,9 @@ class Lookups:
             question.delay.begin(plan, Tier.SSD if question.cold else Tier.DRAM, now)
         self._tally.add(computed=there_max - len(chosen))
         question.settle(dict.fromkeys(chosen), [])
-        if prefix or not chosen:
+        if again:
+            pass
+        elif prefix or not chosen:
             note(namespace, keys, peeked.usable)
         else:
             note(namespace, chosen, len(chosen))  # of several groups, nobody knows which key was missed
@@ -329,6 +338,8 @@ class Inquiry:
         """The question that has the key; None until there is one."""
         self._questions: list[Question] = []
         self._loaded: set[ChunkKey] = set()
+        self._told = False
+        """Whether the daemon knows what it asked about at first."""
         self._delays: list[Delay] = []
         """Of the questions since it waits."""
 
@@ -362,6 +373,18 @@ class Inquiry:
     def knows(self, key: ChunkKey) -> bool:
         """Whether the key was asked about since it waits, or loaded before."""
         return key in self._asked or key in self._loaded
+
+    def outdated(self, first: ChunkKey, now: float) -> bool:
+        """Whether all that it knows, beginning with this key, was seen in the directory and may be otherwise by now.
+        Then it has asked nothing yet. Not once something of it is loaded."""
+        question = self._asked.get(first)
+        old = question is not None and question.keys[0] == first and now > question.fresh_until
+        if not old or self._loaded or any(each.fresh_until == math.inf for each in self._questions):
+            return False
+        delays = self._delays[:1]
+        self.scheduled()
+        self._delays = delays
+        return True
 
     def verdict(self, key: ChunkKey, now: float, *, keys_max: int) -> Verdict:
         """Of more than `keys_max` keys nothing is asked: no memory could hold what was found."""
@@ -404,9 +427,11 @@ class Inquiry:
             hold_s=self._hold_s,
             ahead=ahead,
             busy_s=busy_s,
+            again=self._told,
         )
         if question is None:
             return
+        self._told = True
         if self.begun is None:
             self.begun = now
         self._delays.append(question.delay)
@@ -477,6 +502,7 @@ class Inquiry:
         """What it had was taken away; it starts from the beginning."""
         self.scheduled()
         self._loaded.clear()
+        self._told = False
 
     def _drop(self, question: Question) -> None:
         self._questions.remove(question)

@@ -355,7 +355,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         """vLLM begins to ask about a request, with this key: about all that it will ask, the directory is looked up."""
         tail = _position(context, first) % self._chunk_tokens.get(get_offload_group_idx(first), 1)
-        if inquiry.knows(ChunkKey(first)) if tail else not inquiry.unasked:
+        if tail:
+            known = inquiry.knows(ChunkKey(first))
+        else:
+            known = not inquiry.unasked and not inquiry.outdated(ChunkKey(first), now)
+        if known:
             return
         assert self._spec is not None
         namespace = self._link.ready(self._spec)

@@ -435,7 +435,7 @@ class SharedSessions:
 
     def check_integrity(self) -> None:
         """Raises AssertionError (simulator, tests)."""
-        alive = [*self.telling.values(), *self.asking.values()]
+        alive: list[Telling | Asking] = [*self.telling.values(), *self.asking.values()]
         assert self._source.lookups == sum(not each.late for each in alive), self
         assert len(self.telling) <= OPS_MAX and len(self.asking) <= OPS_MAX, self
         known = sum(len(each.there.keys) for each in self.known.values() if each.there is not None)

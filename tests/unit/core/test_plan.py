@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -11,27 +12,30 @@ from kvstore.core import events as ev
 from kvstore.core.requests import plan
 from kvstore.errors import StoreError
 from kvstore.sim.disk import DiskWorld
-from kvstore.sim.world import PAGE, chain, spec
+from kvstore.sim.world import PAGE, World, chain, spec
 from kvstore.types import ActionKind, DiskState, WorkerId
 
 
 class Life:
     """Two tenants, three schedulers, two namespaces each; every step is checked by the world's watch."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, disk: bool = True) -> None:
         self.dice = random.Random(seed)
-        self.world = DiskWorld(
-            segments=4,
-            segment_bytes=4 * PAGE,
-            slabs=1,
-            disk_alignment=512,
-            disk_slab_bytes=4096 + 24 * 512,
-            prefetch_share_max=0.5,
-            reserve_share_max=1.0,
-            pin_share_max=1.0,
-            batch_min=self.dice.choice((2, 24)),
-            evict_min=self.dice.choice((2, 24)),
-            hint_ttl_ms=2_000,
+        limits: dict[str, Any] = {
+            "segments": 4,
+            "segment_bytes": 4 * PAGE,
+            "prefetch_share_max": 0.5,
+            "reserve_share_max": 1.0,
+            "pin_share_max": 1.0,
+            "batch_min": self.dice.choice((2, 24)),
+            "evict_min": self.dice.choice((2, 24)),
+            "hint_ttl_ms": 2_000,
+        }
+        self.disk = disk
+        self.world = (
+            DiskWorld(slabs=1, disk_alignment=512, disk_slab_bytes=4096 + 24 * 512, **limits)
+            if disk
+            else World(**limits)
         )
         self.workers: list[tuple[WorkerId, list[int]]] = []
         self.numbers: dict[tuple[WorkerId, int], int] = {}
@@ -76,7 +80,7 @@ class Life:
                 (world.kill if dice.random() < 0.5 else world.close)(worker)
                 self.workers = [pair for pair in self.workers if pair[0] != worker]
                 self.join(dice.choice(("alice", "bob")))
-            elif action < 0.9:
+            elif action < 0.9 and self.disk:
                 states = (DiskState.OK, DiskState.READ_ONLY, DiskState.OFF)
                 world.store.state.disk_state = dice.choice(states)
             else:
@@ -155,3 +159,13 @@ def test_what_is_kept_up_to_date_is_what_is_made_anew(
     assert before > 10 and behind > (10 if share < 1 or rows_max > 20 else 0), (
         "no hint actions around the queue"
     )
+
+
+@pytest.mark.parametrize("seed", range(2, 5))
+def test_so_it_is_where_nothing_is_below_dram(seed: int) -> None:
+    """What leaves DRAM, often with others, is gone, for jobs too that no window reaches."""
+    life = Life(seed, disk=False)
+    for _ in range(400):
+        life.step()
+        life.world.store.queue.plan()
+        life.world.store.queue.planner.check()

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -16,6 +16,7 @@ from kvstore.errors import ConfigError
 from kvstore.fleet.held import PAGE_ROWS, Where
 from kvstore.fleet.registry import Node, Registry, check_url, without_password
 from kvstore.fleet.secret import FleetSecret
+from kvstore.tiers.remote.backend import StoreProblem
 from kvstore.types import ChunkKey
 
 from ...fleet_tools import RedisServer, eventually, needs_redis, redis_server
@@ -300,6 +301,26 @@ def test_a_redis_that_is_gone_or_stands_still_holds_nobody_up(own: RedisServer) 
     finally:
         a.close(20)
         b.close(20)
+
+
+def test_forgets_that_a_redis_lost_twice_in_one_round_are_no_bug(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was put back from an older copy again while it was told what it had lost."""
+
+    class LostAgain:
+        told: ClassVar[list[str]] = []
+
+        def round(self, client: Any) -> None:
+            raise StoreProblem("the store was wiped, or is an older copy")
+
+        def postpone(self, why: str) -> None:
+            self.told.append(why)
+
+    a = registry(server, "a", forgets=LostAgain())
+    a.round()
+    assert a.state == "away" and "older copy" in LostAgain.told[-1]
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize("url", ["", "http://x", "x", "s3://bucket", "redis://a:1/models"])

@@ -45,6 +45,23 @@ def test_one_prompt(tokens: int, store: FakeStore) -> None:
     check(tiny_llama(), store, batch(text(tokens)), min(loaded, tokens - 1), max_new_tokens=9)
 
 
+def test_as_transformers_names_its_argument(store: FakeStore) -> None:
+    model = tiny_llama()
+    ids = torch.tensor([text(100)])
+    with StoredGenerator(model, store.connect) as stored:
+        for _ in range(2):
+            assert torch.equal(
+                stored.generate(inputs=ids, max_new_tokens=5), model.generate(inputs=ids, max_new_tokens=5)
+            )
+            assert stored.flush()
+        assert stored.counters["loaded_tokens"] == 64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype, store: FakeStore) -> None:
+    check(tiny_llama(dtype), store, batch(text(150), text(99, seed=2)), (51 + 64) + 64, max_new_tokens=9)
+
+
 def test_what_was_answered_is_found_by_the_next_turn(store: FakeStore) -> None:
     model = tiny_llama()
     with StoredGenerator(model, store.connect) as stored:

@@ -33,6 +33,7 @@ from kvstore.gpu_worker.connectors.offload import (
     Verdict,
 )
 from kvstore.gpu_worker.connectors.offload import orders as orders_module
+from kvstore.gpu_worker.connectors.offload.lookups import FRESH_S
 from kvstore.keys import ROOT
 from kvstore.types import ChunkKey, GrantResult, HintResult, Outcome, Reason, Tier
 
@@ -794,8 +795,37 @@ def test_what_is_on_ssd_is_answered_at_once_and_the_load_waits_for_it(rig: Rig) 
     assert transfer.complete and rig.row(3) == b"\1" * ROW_BYTES
     assert all(lease.released for lease in rig.store.leases)
     # Reading 2 of them takes 2 x 64 ns; the load may take half as long again, and some time to be looked at.
-    assert 0 < max(rig.store.waits_ms) <= 1000 * SLACK_S
+    assert rig.store.waits_ms and max(rig.store.waits_ms) <= 1000 * SLACK_S
     assert rig.loader.transfers.take(0.0) == [transfer] and not rig.loader.transfers.cold
+
+
+def test_an_answer_of_the_directory_is_looked_up_again_after_a_while(rig: Rig) -> None:
+    """Of a request that waits for room: others may have saved what it begins with. Not in mid-question, and not once
+    something of it is loaded."""
+    wanted = keys("a", "b")
+    inquiry = rig.inquiry()
+    inquiry.look(rig.store, wanted, 1.0)
+    assert inquiry.verdict(wanted[0], 1.0, keys_max=9) is MISS
+    rig.store.chunks.update(dict.fromkeys(wanted, bytes(ROW_BYTES)))
+    assert not inquiry.outdated(wanted[0], 1.0 + FRESH_S)
+    assert not inquiry.outdated(wanted[1], 2.0), "it begins with another one"
+    assert inquiry.outdated(wanted[0], 2.0) and inquiry.unasked
+    inquiry.look(rig.store, wanted, 2.0)
+    assert [inquiry.verdict(key, 2.0, keys_max=9) for key in wanted] == [HIT, HIT]
+    assert rig.store.noted == [(wanted, 0)], "once for each request"
+    transfer = rig.transfer(wanted, [0, 1])
+    rig.loader.start(transfer, *inquiry.load(wanted))
+    assert transfer.ended.wait(BOUND_S)
+    assert not inquiry.outdated(wanted[0], 9.0)
+
+
+def test_what_the_daemon_was_asked_about_is_not_looked_up_again(rig: Rig) -> None:
+    """It is pinned, or on its way."""
+    wanted = keys("a", "b")
+    rig.store.chunks.update(dict.fromkeys(wanted, bytes(ROW_BYTES)))
+    inquiry = rig.inquiry()
+    found(rig, inquiry, wanted)
+    assert not inquiry.outdated(wanted[0], FAR)
 
 
 def test_what_comes_from_ssd_too_late_is_computed_at_once(rig: Rig) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from kvstore.errors import BadRequest
 from kvstore.replay.fleet import Failure, simulate_fleet
+from kvstore.replay.plot import fleet_svg
 from kvstore.replay.trace import Trace, Turn
 
 
@@ -80,3 +83,16 @@ def test_a_slow_network_is_waited_for() -> None:
 def test_what_cannot_be_is_refused(settings: dict[str, Any], field: str) -> None:
     with pytest.raises(BadRequest, match=field):
         run(**settings)
+
+
+def test_a_plot_has_a_point_for_every_replay() -> None:
+    results = [run(nodes=nodes, routing=routing) for nodes in (2, 3) for routing in ("prefix", "random")]
+    rows = [asdict(result) | {"hit_rate": result.hit_rate} for result in results]
+    drawn = ElementTree.fromstring(fleet_svg(rows))
+    name = "{http://www.w3.org/2000/svg}"
+    assert len(drawn.findall(f"{name}circle")) == 3 * len(rows)
+    assert len(drawn.findall(f"{name}polyline")) == 3 * 2
+    said = [text.text for text in drawn.findall(f"{name}text")]
+    assert {"prefix", "random", "hits, %", "2", "3"} <= set(said)
+    heights = {float(circle.attrib["cy"]) for circle in drawn.findall(f"{name}circle")}
+    assert all(60 <= height <= 260 for height in heights) and len(heights) > 2
