@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from kvstore.client import connect
 from kvstore.gpu_worker.assembly import Assembly
@@ -71,54 +73,74 @@ def main() -> int:
     largest = max(sizes) if chosen.only in (None, "first", "ssd") else 2048
     if chosen.quick:
         print("left out (--quick): 2,048 tokens and more, modules on SSD, the batch", flush=True)
-    with store(2 * largest * token_bytes) as run_dir:
-        chunks = max(-(-(largest + 256) // 64) + 4, BATCH * (BATCH_MODULE // 64 + 4))
-        engine = BatchEngine(model, lambda: connect(run_dir, timeout_s=30), pool_chunks=chunks)
-        try:
-            if chosen.only in (None, "first"):
-                for size in sizes:
-                    rows.append(first_token(engine, size, rounds=3 if chosen.quick else 7))
-                    print(told(rows[-1]), flush=True)
-                    if size == 4096:
-                        goals.append(
-                            Goal("4,096 tokens: x faster", rows[-1]["speedup"], "x", SPEEDUP_GOAL, ">=")
-                        )
-                        goals.append(
-                            Goal("4,096 tokens: of the floor", rows[-1]["overhead"], "x", OVERHEAD_GOAL, "<=")
-                        )
-            if chosen.only in (None, "ssd"):
-                for size in ssd_sizes:
-                    rows.append(first_token(engine, size, rounds=5, on_ssd=True))
-                    print(told(rows[-1]), flush=True)
-            if chosen.only in (None, "examples") and READY:
-                for name in ("travel", "code", "persona", "rag", "retrieval"):
-                    rows.append(example(engine, name, rounds=3))
-                    print(told(rows[-1]), flush=True)
-            if chosen.only == "batch" or (chosen.only is None and not chosen.quick):
-                for apart in (False, True):
-                    row = batch(engine, apart=apart)
-                    rows.append(row)
-                    print(
-                        f"{BATCH} prompts with one module of {BATCH_MODULE} tokens, {row['before']} before it: "
-                        f"peak KV {row['shared_peak_mib']:.0f} MiB shared, {row['unshared_peak_mib']:.0f} MiB not; "
-                        f"all first tokens after {row['shared_first_s']:.2f} s and {row['unshared_first_s']:.2f} s; "
-                        f"{row['shared_tokens_s']:.0f} and {row['unshared_tokens_s']:.0f} tokens/s",
-                        flush=True,
-                    )
-                    name = f"{row['what']}: peak KV memory saved"
-                    goals.append(Goal(name, row["memory_saved"], "of 1", MEMORY_GOAL, ">="))
-        finally:
-            engine.close()
+    chunks = max(-(-(largest + 256) // 64) + 4, BATCH * (BATCH_MODULE // 64 + 4))
+    if chosen.only != "ssd":
+        with served(model, 2 * largest * token_bytes, chunks) as engine:
+            in_dram(engine, chosen, sizes, rows, goals)
+    if chosen.only in (None, "ssd") and ssd_sizes:
+        with served(model, 2 * largest * token_bytes, chunks, ssd=True) as engine:
+            for size in ssd_sizes:
+                rows.append(first_token(engine, size, rounds=5, on_ssd=True))
+                print(told(rows[-1]), flush=True)
     return finish(__file__, chosen, rows, goals, key=("what", "tokens"))
 
 
+def in_dram(
+    engine: BatchEngine,
+    chosen: Namespace,
+    sizes: Sequence[int],
+    rows: list[dict[str, Any]],
+    goals: list[Goal],
+) -> None:
+    if chosen.only in (None, "first"):
+        for size in sizes:
+            rows.append(first_token(engine, size, rounds=3 if chosen.quick else 7))
+            print(told(rows[-1]), flush=True)
+            if size == 4096:
+                speedup, overhead = rows[-1]["speedup"], rows[-1]["overhead"]
+                goals.append(Goal("4,096 tokens: x faster", speedup, "x", SPEEDUP_GOAL, ">="))
+                goals.append(Goal("4,096 tokens: of the floor", overhead, "x", OVERHEAD_GOAL, "<="))
+    if chosen.only in (None, "examples") and READY:
+        for name in ("travel", "code", "persona", "rag", "retrieval"):
+            rows.append(example(engine, name, rounds=3))
+            print(told(rows[-1]), flush=True)
+    if chosen.only == "batch" or (chosen.only is None and not chosen.quick):
+        for apart in (False, True):
+            row = batch(engine, apart=apart)
+            rows.append(row)
+            print(
+                f"{BATCH} prompts with one module of {BATCH_MODULE} tokens, {row['before']} before it: "
+                f"peak KV {row['shared_peak_mib']:.0f} MiB shared, {row['unshared_peak_mib']:.0f} MiB not; "
+                f"all first tokens after {row['shared_first_s']:.2f} s and {row['unshared_first_s']:.2f} s; "
+                f"{row['shared_tokens_s']:.0f} and {row['unshared_tokens_s']:.0f} tokens/s",
+                flush=True,
+            )
+            name = f"{row['what']}: peak KV memory saved"
+            goals.append(Goal(name, row["memory_saved"], "of 1", MEMORY_GOAL, ">="))
+
+
 @contextmanager
-def store(wanted_bytes: int) -> Iterator[str]:
+def served(
+    model: PreTrainedModel, wanted_bytes: int, chunks: int, *, ssd: bool = False
+) -> Iterator[BatchEngine]:
+    with store(wanted_bytes, ssd=ssd) as run_dir:
+        engine = BatchEngine(
+            model, lambda: connect(run_dir, timeout_s=30), pool_chunks=chunks, promote_timeout_s=30
+        )
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+@contextmanager
+def store(wanted_bytes: int, *, ssd: bool = False) -> Iterator[str]:
     """A daemon with room for so much."""
     with tempfile.TemporaryDirectory(prefix="kv-bench-") as folder:
         size = max(8, -(-wanted_bytes // SEGMENT)) * SEGMENT
         command = [sys.executable, "-P", "-m", "kvstore", "--run-dir", folder, f"--dram-bytes={size}"]
-        command += [f"--ssd-dir={folder}/ssd", f"--ssd-bytes={size}"]
+        if ssd:
+            command += [f"--ssd-dir={folder}/ssd", f"--ssd-bytes={size + (1 << 30)}"]
         process = subprocess.Popen(
             [*command, f"--segment-bytes={SEGMENT}", "--log-level=error"], stderr=subprocess.DEVNULL
         )

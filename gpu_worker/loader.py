@@ -281,7 +281,7 @@ class Load:
         self,
         layer: int,
         plain: Sequence[tuple[int, int, int, Bits]],
-        others: Sequence[tuple[Piece, Sequence[Bits]]],
+        others: Sequence[tuple[Piece, Sequence[Bits | int]]],
     ) -> None:
         """In every call the lease compares the slots' generations before the first byte and after the last: what is
         reported as loaded here was the committed bytes, whatever becomes of the slots later."""
@@ -304,7 +304,7 @@ class Load:
         if not whole:
             self.cancel(f"the lease was void at layer {layer}")
 
-    def _scatter(self, layer: int, piece: Piece, stored: Bits, targets: Sequence[Bits]) -> None:
+    def _scatter(self, layer: int, piece: Piece, stored: Bits, targets: Sequence[Bits | int]) -> None:
         begin = 0
         for target in targets:
             here = slice(begin, begin + (target if isinstance(target, int) else target.shape[2]))

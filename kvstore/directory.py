@@ -218,9 +218,9 @@ class Found:
     @property
     def numbers(self) -> list[int]:
         """Of the rows, -1 for none."""
-        if isinstance(self._rows, np.ndarray):
-            self._rows = self._rows.tolist()
-        return self._rows
+        rows: list[int] = self._rows.tolist() if isinstance(self._rows, np.ndarray) else self._rows
+        self._rows = rows
+        return rows
 
     def tokens(self) -> list[int]:
         """Of each key; 0 of one that is not there."""

@@ -556,7 +556,7 @@ async def _events(words: _Words, pieces: AsyncGenerator[Piece, None]) -> AsyncGe
 
 
 def _event(message: Mapping[str, Any]) -> bytes:
-    return b"data: " + Json(message).body + b"\n\n"
+    return b"data: " + bytes(Json(message).body) + b"\n\n"
 
 
 def _say(text: Detokenizer | None, token: int, *, last: bool) -> str:

@@ -37,7 +37,7 @@ class Connection(H11Protocol):
         super().__init__(*args, **kwargs)
         self._most, self.limit_concurrency = self.limit_concurrency, None
 
-    @property  # type: ignore[override]
+    @property
     def app(self) -> Any:
         """What answers the request that comes next."""
         return _busy if self._most is not None and len(self.connections) > self._most else self._app

@@ -104,7 +104,7 @@ class Text:
         looked at in two turns, and has to be the same in all. None: the template does not do what this takes."""
         mark = f"\N{SECTION SIGN}{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}\N{SECTION SIGN}"
         said = [number for number, message in enumerate(messages) if message["role"] in ("user", "assistant")]
-        marked = [
+        marked: list[Mapping[str, str]] = [
             {**message, "content": mark + message["content"]}
             if message["role"] in ("user", "assistant")
             else message

@@ -17,6 +17,7 @@ from kvstore.cli.output import note, say, say_json
 from kvstore.cli.simulate import share_of, some_bytes
 from kvstore.cli.tables import share, size, table
 from kvstore.client import Client
+from kvstore.core.limits import EVICTION
 from kvstore.errors import BadRequest, Unavailable
 from kvstore.v1 import admin_pb2
 
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ssd", type=byte_size, metavar="BYTES", help="of the shadows (default: the daemon's)"
     )
-    parser.add_argument("--policy", nargs="+", default=["hints"], metavar="NAME")
+    parser.add_argument("--policy", nargs="+", default=[EVICTION], metavar="NAME")
     parser.add_argument(
         "--share", type=share_of, default=0.1, metavar="SHARE", help="of the sessions, sampled (default: 0.1)"
     )

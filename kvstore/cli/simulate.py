@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.cli.command import Command, byte_size, number
 from kvstore.cli.output import note, say, say_json
 from kvstore.cli.tables import share, size, table
+from kvstore.core.limits import EVICTION
 from kvstore.errors import BadRequest
 from kvstore.layout import SHARD_BYTES_MAX
 
@@ -101,9 +102,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         nargs="+",
-        default=["hints"],
+        default=[EVICTION],
         metavar="NAME",
-        help="hints, lru, fifo, ... of the daemon; s3-fifo, gdsf, paper, belady as baselines; recompute",
+        help="expected, hints, lru, fifo of the daemon; s3-fifo, gdsf, paper, belady as baselines; recompute",
     )
     parser.add_argument(
         "--look-ahead",
@@ -327,7 +328,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="of the tokens that an endless store would serve (default: 0.9)",
     )
-    parser.add_argument("--policy", default="hints", metavar="NAME")
+    parser.add_argument("--policy", default=EVICTION, metavar="NAME")
     parser.add_argument(
         "--look-ahead", type=number, default=0, metavar="N", help="turns that wait behind each"
     )

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from kvstore.types import EXTENTS_PER_ANSWER_MAX, Protection
 
+EVICTION = "expected"
+"""Which policy says who goes first, where nobody chose one."""
 GHOSTS_MIN, GHOSTS_SHARE, GHOST_BYTES = 100_000, 512, 300
 """So many ghosts, or as many as fit into such a part of the arena's size, at so many bytes each."""
 
@@ -41,7 +43,7 @@ class Limits:
     ahead_slots_max: int = 64
     """no more than these, for what is free serves nobody (0: none). Half of them spare most saves an eviction."""
 
-    eviction: str = "expected"
+    eviction: str = EVICTION
     """"expected": chunks that queued jobs need go last, the others in the order of the hits that may be expected of
     them; "hints": these least recently used first; "lru"; "fifo"."""
     lives_min: int = 5_000

@@ -17,6 +17,7 @@ from itertools import count
 from typing import Any
 
 from kvstore.core import events as ev
+from kvstore.core.limits import EVICTION
 from kvstore.replay.hardware import Cost, Hardware, Model
 from kvstore.replay.machine import SCHEDULER, Lookup, Machine, Result
 from kvstore.replay.trace import Trace, Turn
@@ -110,7 +111,7 @@ def serve(
     dram_bytes: float = 128e9,
     ssd_bytes: float = 0.0,
     hbm_bytes: float = 0.0,
-    policy: str = "hints",
+    policy: str = EVICTION,
     warm_up: int = 0,
     store: bool = True,
     **limits: Any,

@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 from kvstore.core import events as ev
-from kvstore.core.limits import Limits
+from kvstore.core.limits import EVICTION, Limits
 from kvstore.core.requests.reads import lookup as lookup_of
 from kvstore.core.requests.touches import BEHIND, FOUND, MISSED
 from kvstore.core.store import Store
@@ -144,7 +144,7 @@ def replay(
     ssd_chunks: int = 0,
     hbm_chunks: int = 0,
     look_ahead: int | Sequence[int] = 0,
-    policy: str = "hints",
+    policy: str = EVICTION,
     warm_up: int = 0,
     whole: bool = False,
     chunk_bytes: int = 1 << 20,

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvstore.core.limits import EVICTION
 from kvstore.errors import BadRequest
 from kvstore.replay.hardware import Hardware, Model
 from kvstore.replay.machine import Result, replay
@@ -119,7 +120,7 @@ def plan(
     target: float,
     *,
     hardware: Hardware | None = None,
-    policy: str = "hints",
+    policy: str = EVICTION,
     look_ahead: int = 0,
     warm_up: int = 0,
     points: int = CURVE_POINTS,

@@ -414,8 +414,8 @@ def recorded(path: str | Path, *, namespace: int = -1) -> Trace:
     """One `namespace` (its number in the file); -1: the one with most lookups. The file names no tokens: prompts count
     as whole chunks."""
     needed = {"n": rows.number, "w": rows.number, "c": rows.counted, "b": rows.counted}
-    either = {"ask": (rows.numbers, None), "save": (rows.numbers, None)}
-    either |= {"g": (rows.number, None), "after": (rows.number, None)}
+    either: dict[str, tuple[rows.Kind, Any]] = {"g": (rows.number, None), "after": (rows.number, None)}
+    either |= {"ask": (rows.numbers, None), "save": (rows.numbers, None)}
     found = rows.lines(path, needed | {"t": rows.time}, either, if_has=("ask", "save"))
     lines = [{name: value for name, value in line.items() if value is not None} for line in found]
     counts = Counter(line["n"] for line in lines if "ask" in line)

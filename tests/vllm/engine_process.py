@@ -129,7 +129,9 @@ def generate(llm: Any, wanted: list[dict[str, Any]], aborts: dict[str, int]) -> 
                     "tokens": list(best.token_ids),
                     "logprobs": [
                         place[token].logprob
-                        for token, place in zip(best.token_ids, best.logprobs or [], strict=True)
+                        for token, place in zip(
+                            best.token_ids, best.logprobs or [], strict=bool(best.logprobs)
+                        )
                     ],
                     "cached": output.num_cached_tokens,
                     "finish": best.finish_reason,

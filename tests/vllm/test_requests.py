@@ -27,6 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "a salt": {"salt": "theirs"},
     "urgent": {"priority": -3},
 }
+pytestmark = pytest.mark.timeout(1200)  # three engines start with the first of them
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 119, 120, 121, 301)
 
 

@@ -211,7 +211,7 @@ def test_kvctl_simulate_draws(capsys: pytest.CaptureFixture[str], lengths: Path,
     common = (str(lengths), "--format", "sharegpt", "--dram", "1G", "4G")
     run(capsys, "simulate", *common, "--plot", str(plot), "--html", str(page))
     assert plot.read_bytes().startswith(b"\x89PNG")
-    assert "data:image/png;base64," in page.read_text() and "<td>hints</td>" in page.read_text()
+    assert "data:image/png;base64," in page.read_text() and "<td>expected</td>" in page.read_text()
 
 
 def test_kvctl_plan_says_what_to_buy(capsys: pytest.CaptureFixture[str], lengths: Path) -> None:
