@@ -94,7 +94,7 @@ class FleetForgets:
         self._answer(effects, "")
         if time.monotonic() - self._tidied_at > TIDY_S:
             self._tidied_at = time.monotonic()
-            self._tombstones.tidy(client, KEPT_S, by_server=False)
+            self._tombstones.tidy(client, KEPT_S)
 
     def postpone(self, why: str) -> None:
         """The registry cannot be used."""

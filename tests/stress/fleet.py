@@ -310,7 +310,7 @@ class Worker:
             with self.calling("open"):
                 self.space = self.client.open(replace(SPEC, weights_epoch=epoch), timeout_s=CALL_S)
                 self.opened = epoch
-        return epoch == self.opened
+        return bool(epoch == self.opened)
 
     def run(self, seconds: float, first: int, chains: int, gentle: bool) -> None:
         steps = [(8, self.save), (10, self.read), (1.5, self.forget)]
@@ -550,12 +550,12 @@ class Fleet:
         self.epochs = {tenant: context.Value("i", 0) for tenant in self.tenants}
         self.workers: list[tuple[Any, Connection, int, str]] = []
         for number in range(NODES * len(self.tenants)):
-            node, tenant = number % NODES, list(self.tenants)[number // NODES]
+            at, tenant = number % NODES, list(self.tenants)[number // NODES]
             ours, theirs = context.Pipe()
-            rest = (number, node, tenant, self.nodes[node].run_dir, self.epochs[tenant], seed)
+            rest = (number, at, tenant, self.nodes[at].run_dir, self.epochs[tenant], seed)
             process = context.Process(target=work, args=(theirs, self.tenants[tenant], *rest), daemon=True)
             process.start()
-            self.workers.append((process, ours, node, tenant))
+            self.workers.append((process, ours, at, tenant))
         self.saved: dict[int, Saved] = {}
         self.forgot: list[Forgot] = []
         self.heard: dict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -569,10 +569,9 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------- asking workers
 
-    def ask(
-        self, what: str, *arguments: Any, which: Callable[[int, str], bool] = lambda n, t: True
-    ) -> list[Any]:
-        chosen = [worker for worker in self.workers if which(worker[2], worker[3])]
+    def ask(self, what: str, *arguments: Any, which: Sequence[tuple[int, str]] = ()) -> list[Any]:
+        """`which`: the workers of these (node, tenant); none named: all."""
+        chosen = [worker for worker in self.workers if not which or worker[2:] in which]
         for _, commands, _, _ in chosen:
             commands.send((what, *arguments))
         return chosen
@@ -850,10 +849,7 @@ class Fleet:
         for tenant in self.tenants:
             at = self.chance.randrange(NODES)
             chain = 1_000_000 + 10 * self.round
-            here, there = (
-                (lambda n, t, at=at, tenant=tenant: t == tenant and n == at),
-                (lambda n, t, at=at, tenant=tenant: t == tenant and n != at),
-            )
+            here, there = [(at, tenant)], [(node, tenant) for node in range(NODES) if node != at]
             saved = False
             began = time.monotonic()
             while not saved:

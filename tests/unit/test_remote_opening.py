@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +19,7 @@ from kvstore.errors import ConfigError
 from kvstore.tiers.remote.backend import Book, StoreProblem
 from kvstore.tiers.remote.object_store import ObjectStore
 from kvstore.tiers.remote.opening import check
+from kvstore.types import ChunkKey
 
 from ..fleet_tools import needs_redis, redis_server
 
@@ -86,3 +89,33 @@ def test_the_doctor_tells_that_forgets_cannot_be_read() -> None:
     with pytest.raises(Failed, match="was not read for 61 s") as failed:
         patient.check_beyond()
     assert "bucket" in failed.value.remedy
+
+
+def test_a_node_whose_clock_is_far_ahead_deletes_nothing_that_others_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ahead(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime.now(tz) + timedelta(days=40)
+
+    monkeypatch.setattr("kvstore.tiers.remote.object_store.datetime", Ahead)
+    store = ObjectStore(f"file://{tmp_path}", Book(""), salt=b"", ttl_s=86_400, timeout_s=5)
+    store.forget([(b"n" * 32, ChunkKey(b"k"), b"")], time.monotonic() + 30)
+    store.forget([(b"n" * 32, ChunkKey(b"l"), b"")], time.monotonic() + 30)
+    there = {path for path in tmp_path.rglob("*") if path.is_file()}
+    store.tidy(time.monotonic() + 30)
+    assert {path for path in tmp_path.rglob("*") if path.is_file() and path.name != "clock"} == there
+    assert len(there) == 2
+    store.close()
+
+
+def test_what_is_older_than_its_time_goes_by_the_clock_of_the_store(tmp_path: Path) -> None:
+    store = ObjectStore(f"file://{tmp_path}", Book(""), salt=b"", ttl_s=60, timeout_s=5)
+    store.forget([(b"n" * 32, ChunkKey(b"k"), b"")], time.monotonic() + 30)
+    store.forget([(b"n" * 32, ChunkKey(b"l"), b"")], time.monotonic() + 30)
+    for path in tmp_path.rglob("forgotten/*"):
+        os.utime(path, (0, 0))
+    store.tidy(time.monotonic() + 30)
+    assert len(list(tmp_path.rglob("forgotten/*"))) == 1  # the newest stays, whatever its age
+    store.close()

@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from threading import Thread
 from typing import Any, TypeVar
@@ -73,6 +73,7 @@ class ObjectStore:
         self._opening = threading.Lock()
         self._opened: Future[Any] | None = None
         self._mine = threading.local()
+        self._runners: list[asyncio.Runner] = []
         self._listed = False
         self._checked_at = 0.0
         self._catching_up = threading.Lock()
@@ -90,6 +91,7 @@ class ObjectStore:
         runner: asyncio.Runner | None = getattr(self._mine, "runner", None)
         if runner is None:
             runner = self._mine.runner = asyncio.Runner()
+            self._runners.append(runner)
 
         async def bounded() -> T:
             return await asyncio.wait_for(work(), max(0.001, deadline - time.monotonic()))
@@ -418,10 +420,16 @@ class ObjectStore:
 
     def tidy(self, deadline: float) -> None:
         """What is older than its time to live goes, whoever put it there, by the store's clock."""
-        now = datetime.now(UTC)
+        now = self._run(deadline, self._now)
         old, older = now - timedelta(seconds=self._ttl_s), now - timedelta(seconds=2 * self._ttl_s)
         self._run(deadline, lambda: self._delete_under(f"{self._prefix}/data", old))
         self._run(deadline, lambda: self._tidy_forgotten(older))
+
+    async def _now(self) -> datetime:
+        """When the store says that an object was written now: a node's own clock may be wrong by days."""
+        path = f"{self._prefix}/clock"
+        await obstore.put_async(self._store, path, b"", use_multipart=False)
+        return (await obstore.head_async(self._store, path))["last_modified"]
 
     async def _tidy_forgotten(self, before: datetime) -> None:
         newest = self._forgotten(self._book.seen[0])
@@ -437,7 +445,10 @@ class ObjectStore:
         """Nothing: `_run` ends calls by itself."""
 
     def close(self) -> None:
-        """Connections go with the store."""
+        """Connections go with the store; of a thread that is late its loop stays."""
+        for runner in self._runners:
+            with suppress(RuntimeError):
+                runner.close()
 
 
 def _open_into(opened: Future[Any], url: str, timeout_s: float) -> None:

@@ -276,7 +276,7 @@ class RedisStore:
     def tidy(self, deadline: float) -> None:
         """Records expire by themselves; tombstones outlive them by as much again."""
         with self._calling() as client:
-            self._tombstones.tidy(client, 2 * self._ttl_s, by_server=not self._cluster)
+            self._tombstones.tidy(client, 2 * self._ttl_s)
 
     def abandon(self) -> None:
         for thread in list(self._clients):

@@ -11,7 +11,6 @@ Where nodes share a secret, each entry ends with a tag by it, and what has none 
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +30,8 @@ redis.call('HSET', KEYS[3], string.format('%d', count), now[1] .. ':' .. ARGV[2]
 return count
 """
 """ARGV: the least that the count is to be, its head, then the entries. Returns the count."""
+TIME_SCRIPT = "return redis.call('TIME')"
+"""Of the server that has the key, in a cluster too."""
 ENTRIES_PER_CALL = 4_096
 
 
@@ -114,9 +115,10 @@ class RedisTombstones:
                 f"the store was wiped, or is an older copy: it has {count} forgets, this node knew {known}; told again"
             )
 
-    def tidy(self, client: Any, ttl_s: float, *, by_server: bool) -> None:
-        """What was forgotten so long ago goes; who has not read it by then takes everything for forgotten."""
-        now = int(client.time()[0]) if by_server else int(time.time())
+    def tidy(self, client: Any, ttl_s: float) -> None:
+        """What was forgotten so long ago, by the server's clock, goes; who has not read it by then takes everything for
+        forgotten."""
+        now = int(client.eval(TIME_SCRIPT, 1, self._name("times"))[0])
         times = client.hgetall(self._name("times"))
         old = [int(count) for count, at in times.items() if int(at.partition(b":")[0]) < now - ttl_s]
         if not old:

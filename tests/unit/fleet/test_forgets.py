@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def test_who_was_away_for_longer_than_they_are_kept_takes_all_for_forgotten(
     b.heard()
     a.forget(b"k")
     a.forgets.round(redis)
-    a.forgets._tombstones.tidy(redis, -10.0, by_server=True)
+    a.forgets._tombstones.tidy(redis, -10.0)
     assert not redis.zcard(f"kvs:{{{FLEET.prefix}}}:forgotten")
     a.forget(b"l")
     a.forgets.round(redis)
@@ -184,3 +185,15 @@ def test_what_a_new_node_forgets_on_an_older_copy_holds_against_what_was_compute
     assert a.refuses(b"k", 5), "a peer that has not heard of it would bring it back"
     new.forgets.round(redis)
     assert new.refuses(b"k", 5)
+
+
+def test_a_node_whose_clock_is_far_ahead_drops_no_forgets(
+    redis: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = Member(tmp_path / "a")
+    a.forget(b"k")
+    a.forgets.round(redis)
+    monkeypatch.setattr("time.time", lambda now=time.time: now() + 40 * 24 * 3_600)
+    a.forgets._tidied_at -= 3_600
+    a.forgets.round(redis)
+    assert redis.zcard(f"kvs:{{{FLEET.prefix}}}:forgotten") == 1 and a.refuses(b"k", 0)
