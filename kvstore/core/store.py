@@ -110,6 +110,7 @@ class Store:
         self.recalls = Recalls(self.state, self.cold_tier, self.forgets)
         self.recalls.drop_session = self.sessions.purge
         self.forgets.purge_sessions = self.shared_sessions.purge
+        self.forgets.recalling = lambda: self.recalls.dropping
         self.scrub = Scrubber(self.state, self.cold_tier, self.transfers)
         self.reads.promote = self._bring
         self.reads.look = self.sources.look

@@ -63,6 +63,7 @@ class FleetForgets:
     # ------------------------------------------------------------------------------------------------ from any thread
 
     def submit(self, effect: ForgetChunks) -> None:
+        self.book.announce(map(self._as_told, effect.forgotten))
         self._told.append(effect)
         self.wake()
 

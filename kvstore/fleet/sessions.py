@@ -85,6 +85,8 @@ class FleetSessions:
         self._done = done
         self._refused = refused
         self._client: Any = None
+        self._unforgotten: dict[bytes, None] = {}
+        """Tenants (`keys.tenant_mark`) whose sessions are still to be removed."""
         self._effects: queue.Queue[Effect | None] = queue.Queue()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="kvstored-sessions", daemon=True)
@@ -177,12 +179,16 @@ class FleetSessions:
                 self._done(answer)
 
     def _perform(self, effect: Effect) -> Answer | None:
+        if isinstance(effect, ev.ForgetSessions):
+            self._unforgotten[effect.mark] = None
         if why := self._refused():
             return self._failed(effect, why)
         if self._client is None:
             self._client = self._connect(self._url)
+        for mark in list(self._unforgotten):  # before anything is told anew
+            self._forget(mark)
+            del self._unforgotten[mark]
         if isinstance(effect, ev.ForgetSessions):
-            self._forget(effect.mark)
             return None
         if isinstance(effect, ev.ShareSessions):
             return ev.SessionsShared(effect.op, tuple(map(self._share, effect.sessions)))
@@ -192,7 +198,10 @@ class FleetSessions:
     @staticmethod
     def _failed(effect: Effect, why: str) -> Answer | None:
         if isinstance(effect, ev.ForgetSessions):
-            log.error("what was told of a tenant's sessions could not be removed", extra=fields(why=why))
+            log.error(
+                "what was told of a tenant's sessions is not removed before the registry is back",
+                extra=fields(why=why),
+            )
             return None
         if isinstance(effect, ev.ShareSessions):
             return ev.SessionsShared(effect.op, failed=why)

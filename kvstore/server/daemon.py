@@ -496,7 +496,7 @@ class Daemon:
             on_forget=lambda worker: self._descriptors.forget(worker),
             on_fatal=lambda: self._end(EXIT_BUG),
             on_disk=self._show_disk,
-            on_purged=lambda tenant: self._schemas.purged(tenant),
+            on_purged=lambda mark: self._schemas.purged(mark),
         )
         self._descriptors = DescriptorServer(
             config,

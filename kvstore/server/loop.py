@@ -71,7 +71,7 @@ class Loop:
     """Owns the core, the arena, directories, staging memory and the copier; every method but `post_threadsafe` is
     called on the asyncio thread.
 
-    `on_forget` is told which workers the core has nothing of any more, `on_purged` of which tenants all goes, `on_disk`
+    `on_forget` is told which workers the core has nothing of any more, `on_purged` of which tenants (`keys.tenant_mark`) all goes, `on_disk`
     when the SSD tier degrades or heals; `on_fatal` is called once, after a bug.
     """
 
@@ -88,7 +88,7 @@ class Loop:
         on_forget: Callable[[WorkerId], None],
         on_fatal: Callable[[], None],
         on_disk: Callable[[DiskState], None] = lambda _: None,
-        on_purged: Callable[[str], None] = lambda _: None,
+        on_purged: Callable[[bytes], None] = lambda _: None,
         clock: Callable[[], Millis] = monotonic_ms,
     ) -> None:
         self.store = store
@@ -153,7 +153,7 @@ class Loop:
             events.LookUpSessions: self._ask_source,
             events.ShareSessions: self._ask_source,
             events.ForgetSessions: self._ask_source,
-            events.TenantPurged: lambda effect: on_purged(effect.tenant),
+            events.TenantPurged: lambda effect: on_purged(effect.mark),
             events.FetchChunks: self._ask_source,
             events.StoreChunks: self._ask_source,
             events.DropChunks: self._ask_source,

@@ -24,6 +24,7 @@ import struct
 from dataclasses import dataclass
 
 from kvstore.errors import Exhausted, NotFound, Unavailable
+from kvstore.keys import tenant_mark
 from kvstore.promptcache.schema import parse_schema, text_digest
 from kvstore.server.logs import fields
 
@@ -186,6 +187,11 @@ class SchemaFiles:
         if going and not dry_run:
             self._sync_folder()
         return len(going)
+
+    def remove_all_marked(self, mark: bytes) -> int:
+        """As `remove_all`, of the tenant that has this `keys.tenant_mark`."""
+        tenants = {owner for owner, _ in self._versions}
+        return sum(self.remove_all(tenant) for tenant in tenants if tenant_mark(tenant) == mark)
 
     def _find(self, tenant: str, name: str, digest: bytes) -> Version:
         known = self._versions.get((tenant, name), [])

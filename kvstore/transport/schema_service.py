@@ -144,10 +144,10 @@ class SchemaService:
         audit.ended(event, who, found)
         return reply
 
-    def purged(self, tenant: str) -> None:
-        """This node purges a tenant, whoever was told to."""
+    def purged(self, mark: bytes) -> None:
+        """This node purges a tenant (`keys.tenant_mark`), whoever was told to."""
         try:
-            self._thread.submit(lambda: admin_pb2.PurgeReply(schemas=self._files.remove_all(tenant)))
+            self._thread.submit(lambda: admin_pb2.PurgeReply(schemas=self._files.remove_all_marked(mark)))
         except Exhausted as problem:
             log.error("the schemas of a tenant that is purged are still here: %s", problem)
 

@@ -14,14 +14,16 @@ import pytest
 
 from kvstore.cli.doctor import Failed, Patient
 from kvstore.client import Client
-from kvstore.config import StoreConfig
+from kvstore.config import REMOTE_STORE, StoreConfig
+from kvstore.core.events import ChunksForgotten, ForgetChunks
 from kvstore.errors import ConfigError
 from kvstore.tiers.remote.backend import Book, StoreProblem
 from kvstore.tiers.remote.object_store import ObjectStore
-from kvstore.tiers.remote.opening import check
-from kvstore.types import ChunkKey
+from kvstore.tiers.remote.opening import check, journal_path, open_remote
+from kvstore.tiers.remote.records import Description
+from kvstore.types import ChunkKey, OpId
 
-from ..fleet_tools import needs_redis, redis_server
+from ..fleet_tools import eventually, needs_redis, redis_server
 
 
 @pytest.mark.parametrize(
@@ -119,3 +121,31 @@ def test_what_is_older_than_its_time_goes_by_the_clock_of_the_store(tmp_path: Pa
     store.tidy(time.monotonic() + 30)
     assert len(list(tmp_path.rglob("forgotten/*"))) == 1  # the newest stays, whatever its age
     store.close()
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_the_journal_is_not_written_to_a_directory_that_is_another_daemons(
+    tmp_path: Path, is_ours: bool
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    config = StoreConfig(run_dir=str(run_dir), remote_url=f"file://{tmp_path / 'store'}")
+    told: list[object] = []
+    tier = open_remote(config, cast(Any, None), told.append, is_ours=lambda: is_ours)
+    tier.start()
+    tier.submit(ForgetChunks(OpId(1), REMOTE_STORE, ((b"d" * 32, ChunkKey(b"k"), b""),)))
+    eventually(lambda: any(isinstance(event, ChunksForgotten) and not event.why for event in told))
+    tier.close(30.0)
+    assert [path.name for path in run_dir.iterdir()] == [os.path.basename(journal_path(config))] * is_ours
+
+
+def test_what_is_forgotten_is_refused_at_once_though_the_store_hangs(tmp_path: Path) -> None:
+    """Else a fetch in between brings back what was forgotten, and nobody drops it again."""
+    config = StoreConfig(run_dir=str(tmp_path), remote_url=f"file://{tmp_path / 'store'}")
+    tier = open_remote(config, cast(Any, None), lambda event: None, is_ours=lambda: True)
+    book = tier._book
+    with book.lock:  # a thread of the tier waits for a disk
+        tier.submit(ForgetChunks(OpId(1), REMOTE_STORE, ((b"d" * 32, ChunkKey(b"k"), b""),)))
+        assert book._is_pending(Description(b"d" * 32, ChunkKey(b"k"), 0, 1, 64, False, (), 8, 0, 99))
+        assert not book._is_pending(Description(b"d" * 32, ChunkKey(b"l"), 0, 1, 64, False, (), 8, 0, 99))
+    tier.close(30.0)

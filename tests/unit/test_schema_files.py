@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import Exhausted, NotFound, Unavailable
+from kvstore.keys import tenant_mark
 from kvstore.promptcache import PmlError
 from kvstore.promptcache.schema import text_digest
 from kvstore.tiers import schema_files
@@ -189,3 +190,12 @@ def test_a_folder_that_cannot_be_used_keeps_no_kv_from_being_served(tmp_path: Pa
     with pytest.raises(Unavailable, match="cannot be written"):
         files.put("t", text(), "f")
     assert files.versions("t") == []
+
+
+def test_all_of_a_tenant_goes_by_its_mark_and_nothing_of_another(files: SchemaFiles) -> None:
+    for tenant in ("a", "b"):
+        files.put(tenant, text("s"), "f")
+        files.put(tenant, text("t"), "f")
+    assert files.remove_all_marked(tenant_mark("c")) == 0
+    assert files.remove_all_marked(tenant_mark("a")) == 2
+    assert not files.versions("a") and len(files.versions("b")) == 2

@@ -477,7 +477,8 @@ class ForgetSessions:
 class TenantPurged:
     """All that the core has of this tenant goes: what the edge keeps for it is to go, too."""
 
-    tenant: str
+    mark: bytes
+    """`keys.tenant_mark`: the core may know nothing else of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,8 +94,11 @@ class Forgets:
         self.makers: deque[bytes] = deque()
         """That were recalled elsewhere; the store hands them on."""
         self._searched_at: Millis | None = None
+        self._counts: dict[str, int] = {}
+        """By channel: up to which count all was heeded or handed on."""
         self.purge_sessions: Callable[[str, Set[NamespaceId]], None] = lambda tenant, numbers: None
-        """Set by the store."""
+        self.recalling: Callable[[], bool] = lambda: False
+        """Whether a recall or purge still looks for what it is to drop. Both set by the store."""
 
     def __repr__(self) -> str:
         return f"Forgets({list(self.channels)}, {len(self.held)} answers held, {len(self._learned)} to heed)"
@@ -113,6 +116,8 @@ class Forgets:
         if self.state.forgotten:
             gone, self.state.forgotten = self.state.forgotten, []
             self._forget(gone)
+        if self._counts:
+            self._apply()
         for channel in self.channels.values():
             while channel.untold and len(channel.under_way) < FORGETS_MAX:
                 self._tell(channel)
@@ -137,12 +142,12 @@ class Forgets:
     def purge(self, tenant: str, namespaces: Mapping[NamespaceId, Namespace]) -> None:
         """What this node put elsewhere for this tenant, in these namespaces, goes."""
         self._saves.purge(namespaces)
-        self.purge_sessions(tenant, namespaces.keys())
 
     def purge_row(self, row: int) -> None:
         """It goes with all of its tenant, of which the others are told as a whole."""
         state = self.state
         noted = len(state.forgotten)
+        self._saves.purge_row(row)
         self._is_gone((NamespaceId(state.chunks.namespace[row]), state.chunks.key[row]))
         state.doom(row, Reason.FORGOTTEN)
         del state.forgotten[noted:]
@@ -258,7 +263,16 @@ class Forgets:
                 self._applied(learned.channel, learned.count)
 
     def _applied(self, channel: Channel, count: int) -> None:
-        self.state.applied[channel.name] = max(count, self.state.applied.get(channel.name, 0))
+        self._counts[channel.name] = max(count, self._counts.get(channel.name, 0))
+        self._apply()
+
+    def _apply(self) -> None:
+        """What a recall or purge has yet to drop would be written elsewhere as newer than it."""
+        if self.makers or self.recalling():
+            return
+        for name, count in self._counts.items():
+            self.state.applied[name] = max(count, self.state.applied.get(name, 0))
+        self._counts.clear()
 
     def _heed(
         self,

@@ -27,7 +27,7 @@ from kvstore.core.namespaces import Namespace
 from kvstore.core.remote.sources import Sources
 from kvstore.core.state import State
 from kvstore.keys import tenant_mark
-from kvstore.types import ChunkKey, DiskResult, Extents, Found, Millis, NamespaceId, OpId
+from kvstore.types import ChunkKey, DiskResult, Extents, Found, Millis, NamespaceId, OpId, Reason
 
 QUEUED_MAX = 8_192
 """Chunks that wait for their write; the oldest are passed over."""
@@ -41,6 +41,9 @@ VICTIMS_AHEAD = 64
 MAKERS_MAX = 64
 """A record names all makers of its chunk, and its tenant as one, or they could not be recalled: a chunk of as many
 stays here."""
+
+
+GONE = (Reason.FORGOTTEN, Reason.RECALLED)
 
 
 @dataclass(slots=True)
@@ -271,6 +274,8 @@ class RemoteSaves:
                 if not state.chunks.flags[row] & DOOMED:
                     found = Found(namespace.payload_bytes, event.cost_ms, state.chunks.tokens[row], where)
                     self._sources.note_stored(row, self.name, found)
+                elif state.chunks.reason[row] in GONE and (namespace.id, key) not in self.stored:
+                    self._dropped.append((namespace, key))  # it was written while it was forgotten
             else:
                 state.counters["remote_chunks_not_stored"] += 1
                 self._forget_stored((namespace.id, key))
@@ -292,6 +297,13 @@ class RemoteSaves:
             state.effects.append(ev.DropChunks(state.new_op(), self.name, mine[0][0].salt, keys))
             for namespace, key in mine:
                 self._sources.is_gone((namespace.id, key), self.name)
+
+    def purge_row(self, row: int) -> None:
+        """As `purge`, of what was put there since."""
+        name = NamespaceId(self.state.chunks.namespace[row]), self.state.chunks.key[row]
+        if name in self.stored:
+            self._forget_stored(name)
+            self._dropped.append((self.state.namespace_of(row), name[1]))
 
     def purge(self, namespaces: Mapping[NamespaceId, Namespace]) -> None:
         """What this node has put there for these goes; that it is not served again is for `forgets.py` to say."""

@@ -61,6 +61,8 @@ class Purge:
     row: int = 0
     """The next to be looked at."""
     sessions_left: list[tuple[NamespaceId, bytes]] | None = None
+    sessions_untold: bool = False
+    """Nothing of its sessions is told to other nodes any more."""
     chunks: int = 0
     bytes: int = 0
     pinned: int = 0
@@ -133,7 +135,7 @@ class Recalls:
         purge = Purge(ticket, asked, -1, tenant=tenant, everything=True, numbers=frozenset(mine))
         if not dry_run:
             state.counters["tenants_purged"] += 1
-            state.effects.append(ev.TenantPurged(tenant))
+            state.effects.append(ev.TenantPurged(tenant_mark(tenant)))
             for reservation in state.reservations.values():
                 for row in reservation.rows:
                     if state.chunks.namespace[row] in purge.numbers:
@@ -145,9 +147,12 @@ class Recalls:
     def elsewhere(self, maker: bytes) -> None:
         """Another node was told to recall it: nobody waits for an answer here."""
         if is_tenant_mark(maker):
-            for tenant in {each.tenant for each in self.state.namespaces.values()}:
-                if tenant_mark(tenant) == maker:
-                    self._begin_purge(tenant, None)
+            known = {each.tenant for each in self.state.namespaces.values()}
+            found = next((tenant for tenant in known if tenant_mark(tenant) == maker), None)
+            if found is not None:
+                self._begin_purge(found, None)
+            else:
+                self.state.effects.append(ev.TenantPurged(maker))
             return
         if len(self._barred) < self.state.limits.makers_barred_max:
             self._barred.add(maker)
@@ -239,6 +244,11 @@ class Recalls:
         """Whether there is something left to look at."""
         return any(purge.dropped_at is None for purge in self.purges)
 
+    @property
+    def dropping(self) -> bool:
+        """Whether something of it is to be dropped."""
+        return any(purge.dropped_at is None and not purge.event.dry_run for purge in self.purges)
+
     def tick(self) -> None:
         for purge in [purge for purge in self.purges if purge.dropped_at is not None]:
             self._finish(purge)
@@ -297,7 +307,7 @@ class Recalls:
         return end == chunks.rows_ever
 
     def _drop_all(self, purge: Purge) -> bool:
-        """Of a tenant: first the names of its sessions, then what they named."""
+        """Of a tenant: first the names of its sessions, which others hear of no more, then what they named."""
         state = self.state
         if purge.sessions_left is None:
             purge.sessions_left = [name for name in state.sessions.by_name if name[0] in purge.numbers]
@@ -311,6 +321,9 @@ class Recalls:
                     self.drop_session(session)
         if purge.sessions_left:
             return False
+        if not purge.sessions_untold and not purge.event.dry_run:
+            purge.sessions_untold = True
+            self._forgets.purge_sessions(purge.tenant or "", purge.numbers)
         chunks = state.chunks
         end = min(purge.row + ROWS_PER_STEP_MAX, chunks.rows_ever)
         mine = np.isin(chunks.views.namespace[purge.row : end], sorted(purge.numbers))

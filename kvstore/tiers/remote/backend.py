@@ -88,6 +88,10 @@ class Book:
         self.tombstones = Tombstones()
         self.pending: dict[Forgotten, None] = {}
         """What was forgotten here and no store knows yet: refused here all the same."""
+        self._announced: dict[Forgotten, int] = {}
+        """And what is not even in the journal yet, how often. Read by threads that have no lock,"""
+        self._announcing = threading.Lock()
+        """changed under this one, which nobody holds while he waits for a disk."""
         if self._path is not None:
             with suppress(OSError, UnicodeDecodeError):
                 self.tombstones, pending = tombstones.from_lines(self._path.read_text())
@@ -123,10 +127,21 @@ class Book:
             news, self._news = tuple(dict.fromkeys(self._news)), []
             return news, self.tombstones.count
 
-    def postpone(self, forgotten: Iterable[Forgotten]) -> None:
+    def announce(self, forgotten: Iterable[Forgotten]) -> None:
+        """Refused from now on; `postpone` follows. Never waits for the disk."""
+        with self._announcing:
+            for one in forgotten:
+                self._announced[one] = self._announced.get(one, 0) + 1
+
+    def postpone(self, forgotten: Sequence[Forgotten]) -> None:
         with self.lock:
             self.pending.update(dict.fromkeys(forgotten))
             self._save()
+        with self._announcing:
+            for one in forgotten:
+                left = self._announced.pop(one, 0) - 1
+                if left > 0:
+                    self._announced[one] = left
 
     def told(self, forgotten: Iterable[Forgotten]) -> None:
         with self.lock:
@@ -136,14 +151,14 @@ class Book:
 
     def refuses(self, description: records.Description) -> str:
         with self.lock:
-            if self.pending and self._is_pending(description):
+            if (self.pending or self._announced) and self._is_pending(description):
                 return "it was forgotten, and the store does not know it yet"
             return self.tombstones.refuses(description)
 
     def _is_pending(self, d: records.Description) -> bool:
         none = ChunkKey(b"")
         about = [(d.namespace, d.key, b""), (d.namespace, none, b""), *((b"", none, m) for m in d.makers)]
-        return any(one in self.pending for one in about)
+        return any(one in self.pending or one in self._announced for one in about)
 
     def everything(self) -> list[Forgotten]:
         with self.lock:

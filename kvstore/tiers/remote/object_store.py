@@ -325,17 +325,10 @@ class ObjectStore:
             mine = Tombstones(count, head=f"{random.getrandbits(60):015x}")
             for one in forgotten:
                 mine.add(one, count)
-            create = partial(
-                obstore.put_async, self._store, self._forgotten(count), tombstones.pack(mine), mode="create"
-            )
-            try:
-                self._run(deadline, create)
-            except StoreProblem as problem:
-                if "AlreadyExists" not in str(problem) and "Precondition" not in str(problem):
-                    raise
+            if not self._create(count, mine, deadline):
                 self._catch_up(deadline)
                 if self._book.seen[0] < count:
-                    raise
+                    raise StoreProblem(f"{self._forgotten(count)} is there, and cannot be read")
                 continue
             self._book.learn([(one, count) for one in forgotten], count, mine.head, own=True)
             return
@@ -361,26 +354,43 @@ class ObjectStore:
                 more = self._run(deadline, partial(self._get_forgotten, count))
                 if more is None:
                     return
-                self._book.learn(more.at.items(), count, more.head)
+                self._book.learn(more.at.items(), max(count, more.count), more.head)
 
     def _tell_again(self, known: int, deadline: float) -> None:
         """The store was wiped, an older copy was put back, or this node was away for longer than forgets are kept."""
-        oldest = self._run(deadline, self._list_forgotten)
-        ours = self._book.everything()  # also what stood there at a count that records have passed meanwhile
-        if oldest > known + 1:
-            self._book.learn([(tombstones.EVERYTHING, oldest)], *self._book.seen)
-        count = self._book.seen[0] + 1
-        mine = Tombstones(count, head=f"{random.getrandbits(60):015x}")
-        for one in ours:
-            mine.add(one, count)
-        self._run(
-            deadline,
-            lambda: obstore.put_async(self._store, self._forgotten(count), tombstones.pack(mine)),
-        )
+        is_told = False
+        while not is_told:
+            counts = self._run(deadline, self._list_forgotten)
+            ours = (
+                self._book.everything()
+            )  # also what stood there at a count that records have passed meanwhile
+            if counts and counts[0] > known + 1:
+                self._book.learn([(tombstones.EVERYTHING, counts[0])], *self._book.seen)
+            count = self._book.seen[0] + 1
+            mine = Tombstones(count, head=f"{random.getrandbits(60):015x}")
+            for one in ours:
+                mine.add(one, count)
+            # Who knows no more than the copy asks for the count that follows, and is led on to this one.
+            follows = counts[-1] + 1 if counts else 1
+            places = [follows, count] if follows < count else [count]
+            is_told = all(self._create(place, mine, deadline) for place in places)
         self._book.learn([(one, count) for one in ours], count, mine.head)
         raise StoreProblem(
             f"the store was wiped, or is an older copy: it lacks what this node knew of {known} forgets; told again"
         )
+
+    def _create(self, count: int, said: Tombstones, deadline: float) -> bool:
+        """False: somebody else came first."""
+        create = partial(
+            obstore.put_async, self._store, self._forgotten(count), tombstones.pack(said), mode="create"
+        )
+        try:
+            self._run(deadline, create)
+        except StoreProblem as problem:
+            if "AlreadyExists" not in str(problem) and "Precondition" not in str(problem):
+                raise
+            return False
+        return True
 
     async def _get_forgotten(self, count: int) -> Tombstones | None:
         try:
@@ -394,8 +404,8 @@ class ObjectStore:
             )
         return found
 
-    async def _list_forgotten(self) -> int:
-        """All that is there: the counts may begin anywhere, for old ones are removed. The lowest; 0: there is none."""
+    async def _list_forgotten(self) -> list[int]:
+        """Read all that is there: the counts may begin anywhere, for old ones are removed. In their order."""
         counts: list[int] = []
         async for page in obstore.list(self._store, prefix=f"{self._prefix}/forgotten"):
             for entry in page:
@@ -409,8 +419,8 @@ class ObjectStore:
 
         for count, found in zip(counts, await self._all(list(map(get, counts))), strict=True):
             if found is not None:
-                self._book.learn(found.at.items(), count, found.head)
-        return counts[0] if counts else 0
+                self._book.learn(found.at.items(), max(count, found.count), found.head)
+        return counts
 
     async def _delete_under(self, prefix: str, before: datetime | None) -> None:
         """What is there, or what is older."""

@@ -169,6 +169,7 @@ class RemoteTier:
             case DropChunks():
                 self._put("store", effect, partial(self._drop, effect, now + self._deadline_s))
             case ForgetChunks():
+                self._book.announce(effect.forgotten)
                 self._forgets.put(effect)
 
     def _put(self, lane: str, effect: SourceEffect, task: Callable[[], None]) -> None:

@@ -155,3 +155,81 @@ def test_makers_of_what_comes_back_are_not_tenants() -> None:
     state = node.store.state
     row = state.namespaces[space].index[chain("e", 2)[0]]
     assert state.makers_of(row) == (b"m" * 16,)
+
+
+def hears(node: Node, mark: bytes, count: int) -> None:
+    node.step(ev.ForgottenElsewhere(SOURCE, ((b"", ChunkKey(b""), mark),), count))
+
+
+@pytest.mark.parametrize("mark", [tenant_mark(ALICE), b"m" * 16], ids=["purge", "recall"])
+def test_what_is_not_dropped_yet_is_not_written_as_newer_than_the_order(
+    monkeypatch: pytest.MonkeyPatch, mark: bytes
+) -> None:
+    """Another node would serve that record: by its count it was computed after the order."""
+    node = Node()
+    worker, space = node.of[ALICE]
+    node.save(worker, space, chain("more", 4), maker=b"m" * 16)
+    node.wait()
+    monkeypatch.setattr(recall, "DROPS_PER_STEP_MAX", 2)
+    hears(node, mark, 9)
+    assert node.store.recalls.going and not node.store.state.applied
+    hears(node, b"n" * 16, 10)  # the next round
+    assert not node.store.state.applied
+    node.wait()
+    assert not node.store.recalls.going and node.store.state.applied == {SOURCE: 10}
+
+
+def test_a_record_that_is_being_written_goes_too() -> None:
+    node = Node()
+    worker, space = node.of[ALICE]
+    node.hold = {ev.StoreChunks}
+    node.save(worker, space, chain("new", 2))
+    node.wait()
+    assert len(node.held) == 1
+    node.purge()
+    node.hold = set()
+    node.finish()
+    node.wait()
+    assert node.left(ALICE)[3] == 0
+
+
+def test_what_is_put_elsewhere_while_it_is_purged_goes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(remote_linger_ms=0)
+    worker, space = node.of[ALICE]
+    monkeypatch.setattr(recall, "ROWS_PER_STEP_MAX", 1)
+    hears(node, tenant_mark(ALICE), 1)
+    node.save(worker, space, chain("new", 1))
+    assert node.store.recalls.going and node.counters["remote_chunks_stored"] == 9, "it is not there"
+    node.wait()
+    assert not node.store.recalls.going and node.left(ALICE)[3] == 0
+
+
+def test_sessions_that_go_on_while_they_are_purged_are_told_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = Node()
+    worker, space = node.of[ALICE]
+    for name in (b"a", b"b", b"c"):
+        node.append(worker, space, name, KEYS[:1])
+    node.wait()
+    assert node.left(ALICE)[4] == 4
+    monkeypatch.setattr(recall, "DROPS_PER_STEP_MAX", 1)
+    hears(node, tenant_mark(ALICE), 1)
+    left = [name[1] for name in node.store.state.sessions.by_name if name[0] == space]
+    assert len(left) == 3
+    for name in left:
+        version = node.store.state.sessions.by_name[space, name].version
+        node.append(worker, space, name, KEYS[1:2], version=version, keep=1)
+    node.tick(100)
+    node.wait()
+    assert node.left(ALICE)[1] == 0 and node.left(ALICE)[4] == 0
+
+
+def test_the_edge_hears_of_a_tenant_that_has_nothing_in_the_core() -> None:
+    """It may have schemas here."""
+    node = Node()
+    mark = tenant_mark("carol")
+    effects = node.store.apply(
+        ev.ForgottenElsewhere(SOURCE, ((b"", ChunkKey(b""), mark),), 1), node.store.state.now
+    )
+    assert ev.TenantPurged(mark) in effects

@@ -172,3 +172,21 @@ def test_a_redis_that_is_away_is_an_answer(server: RedisServer, redis: Any) -> N
     a.sessions.submit(ev.LookUpSessions(OpId(2), "peers", ((DIGEST, MARK, NAME),)))
     assert a.answers.get(timeout=BOUND_S).failed
     a.sessions.close(BOUND_S)
+
+
+def test_a_purge_that_the_registry_could_not_hear_is_carried_out_before_anything_is_told(
+    member: Any, redis: Any
+) -> None:
+    a, b = member("a"), member("b")
+    assert a.tell(1).done
+    a.sessions._refused = lambda: "it is away"
+    a.sessions.submit(ev.ForgetSessions(OpId(3), "peers", MARK))
+    a.sessions.submit(ev.LookUpSessions(OpId(2), "peers", ((DIGEST, MARK, NAME),)))
+    assert a.answers.get(timeout=BOUND_S).failed == "it is away"
+    assert b.look() != [None]
+    a.sessions._refused = str
+    a.tell(1, name=b"another, since then")
+    assert b.look() == [None]
+    assert b.look(b"another, since then") != [None]
+    a.look()
+    assert b.look(b"another, since then") != [None], "it is carried out again and again"

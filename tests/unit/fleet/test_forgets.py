@@ -29,11 +29,13 @@ MAKER = b"m" * 16
 class Member:
     """A node as far as its forgets are concerned."""
 
-    def __init__(self, path: Path, secret: FleetSecret = FLEET) -> None:
+    def __init__(self, path: Path, secret: FleetSecret = FLEET, **options: Any) -> None:
         self.news: list[Forgotten] = []
         self.done: list[ev.ChunksForgotten] = []
         self.count = 0
-        self.forgets = FleetForgets(secret, str(path), news=self._heard, done=self.done.append, within_s=60.0)
+        self.forgets = FleetForgets(
+            secret, str(path), news=self._heard, done=self.done.append, within_s=60.0, **options
+        )
         self._ops = iter(range(1, 100))
 
     def _heard(self, news: tuple[Forgotten, ...], count: int, asked_at: float) -> None:
@@ -197,3 +199,31 @@ def test_a_node_whose_clock_is_far_ahead_drops_no_forgets(
     a.forgets._tidied_at -= 3_600
     a.forgets.round(redis)
     assert redis.zcard(f"kvs:{{{FLEET.prefix}}}:forgotten") == 1 and a.refuses(b"k", 0)
+
+
+def test_the_journal_is_not_written_to_a_directory_that_is_another_daemons(
+    redis: Any, tmp_path: Path
+) -> None:
+    a = Member(tmp_path / "ours")
+    a.forget(b"k")
+    a.forgets.round(redis)
+    assert (tmp_path / "ours").exists()
+    b = Member(tmp_path / "theirs", is_ours=lambda: False)
+    b.forget(b"l")
+    b.forgets.round(redis)
+    assert b.heard() == [key(b"k")] and b.refuses(b"l", 1), "it heeds what it hears, and tells"
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_what_is_forgotten_is_refused_before_the_registry_answers(redis: Any, tmp_path: Path) -> None:
+    """A peer that has not heard of it may be asked meanwhile; nobody drops what comes by that later."""
+    a = Member(tmp_path / "a")
+    a.forgets.round(redis)
+    a.forget(b"k")
+    a.forget(b"k", maker=MAKER)
+    assert a.refuses(b"k", 99) and a.refuses(b"other", 99)
+    a.forgets.postpone("it is away")
+    assert a.refuses(b"k", 99) and a.refuses(b"other", 99)
+    a.forgets.round(redis)
+    assert a.refuses(b"k", 0) and not a.refuses(b"k", 99), "what is computed again is served"
+    assert not a.refuses(b"other", 99)
