@@ -30,6 +30,8 @@ REMOTE_JOURNAL = "remote.forgotten"
 PEERS_JOURNAL = "peers.forgotten"
 """What was forgotten elsewhere, in ssd_dir or run_dir (`core/remote/forgets.py`)."""
 ENVIRONMENT_PREFIX = "KVSTORED_"
+TENANT_LENGTH_MAX = 256
+"""Characters of a tenant's name: as long as `kvctl purge` takes it."""
 REMOTE_STORE = "remote"
 """Name of the REMOTE store among the sources beyond this node,"""
 PEERS = "peers"
@@ -351,9 +353,9 @@ class StoreConfig:
                 "must be debug, info, warning or error", field="log_level", value=self.log_level
             )
         for uid, tenant in self.tenants.items():
-            if not (uid.isascii() and uid.isdigit()) or not isinstance(tenant, str) or not tenant:
+            if not (uid.isascii() and uid.isdigit()) or not _is_tenant(tenant):
                 raise ConfigError(
-                    "maps a numeric user id to a tenant's name",
+                    f"maps a numeric user id to a tenant's name, at most {TENANT_LENGTH_MAX} characters of UTF-8",
                     field="tenants",
                     value=f"{uid}={tenant}",
                     remedy="write 1000=alice; `id -u USER` prints the number",
@@ -546,3 +548,11 @@ def _check_types(config: StoreConfig) -> None:
 def _positive(config: StoreConfig, name: str) -> None:
     if getattr(config, name) <= 0:
         raise ConfigError("must be above 0", field=name, value=getattr(config, name))
+
+
+def _is_tenant(name: object) -> bool:
+    """Names from the environment and command lines may have bytes that are no text: nothing is keyed by those."""
+    try:
+        return isinstance(name, str) and len(name.encode()) > 0 and len(name) <= TENANT_LENGTH_MAX
+    except UnicodeEncodeError:
+        return False

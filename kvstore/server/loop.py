@@ -71,8 +71,8 @@ class Loop:
     """Owns the core, the arena, directories, staging memory and the copier; every method but `post_threadsafe` is
     called on the asyncio thread.
 
-    `on_forget` is told which workers the core has nothing of any more, `on_purged` of which tenants (`keys.tenant_mark`) all goes, `on_disk`
-    when the SSD tier degrades or heals; `on_fatal` is called once, after a bug.
+    `on_forget` is told which workers the core has nothing of any more, `on_purged` of which tenants, by
+    their marks, all goes, `on_disk` when the SSD tier degrades or heals; `on_fatal` is called once, after a bug.
     """
 
     def __init__(

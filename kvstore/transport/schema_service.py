@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from google.protobuf.message import Message
 
 from kvstore import wire
+from kvstore.config import TENANT_LENGTH_MAX
 from kvstore.core import events
 from kvstore.core.events import Ticket
 from kvstore.errors import BadRequest, DeadlineExceeded, Exhausted, StoreError
@@ -36,7 +37,6 @@ CALL_TIMEOUT_S = 10.0
 WAITING_MAX = 64
 """Requests for the thread."""
 DOCUMENT_NAME_MAX = 256
-TENANT_LENGTH_MAX = 256
 
 
 class SchemaService:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import os
 import subprocess
 import sys
 
@@ -194,9 +195,15 @@ def test_uvloop_is_used_where_it_is(monkeypatch):
     assert event_loop_factory() is asyncio.new_event_loop
 
 
-def test_a_tenant_is_text() -> None:
-    with pytest.raises(ConfigError, match="1000=5"):
-        load({"tenants": {"1000": 5}}, {}, {})
+@pytest.mark.parametrize("name", [5, "", "a" * 257, os.fsdecode(b"a\xff")])
+def test_a_tenant_is_text(name: object) -> None:
+    with pytest.raises(ConfigError, match="tenants=1000="):
+        load({"tenants": {"1000": name}}, {}, {})
+
+
+def test_a_tenant_may_have_any_text_for_a_name() -> None:
+    for name in ("a" * 256, "ä b/../c*", "\0", "{x}"):
+        assert load({"tenants": {"1000": name}}, {}, {}).tenants == {"1000": name}
 
 
 def test_the_variable_that_names_the_file_is_no_setting() -> None:
