@@ -36,6 +36,7 @@ def test_a_fresh_seed(number: int, tier: str) -> None:
     Simulation(random.SystemRandom().randrange(1 << 32), STEPS, tier=tier).run()
 
 
+@pytest.mark.timeout(600)  # of a machine that does much else
 @pytest.mark.parametrize("seed", [1, 4, 22])
 def test_a_store_beyond_the_node(seed: int) -> None:
     """That is slow, hangs, fails, is wiped, put back from an old copy, and whose records are spoilt and swapped."""

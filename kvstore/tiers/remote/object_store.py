@@ -4,7 +4,9 @@
     <prefix>/forgotten/<count>         what was forgotten at that count (`tombstones.py`): made once, never changed
 
 A forget creates the object with the next count, which one node succeeds in; a reader that knows all up to a count asks
-for the next one. Nothing is listed but at the start and when garbage is collected.
+for the next one. Nothing is listed but at the start, when garbage is collected, and after an older copy was put back:
+then a node tells all that it knows at a count above all, and again at the count that follows the copy's last one. So
+whoever knows no more than the copy reads it there, and goes on behind the count that the object itself says.
 """
 
 from __future__ import annotations
