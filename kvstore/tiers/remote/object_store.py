@@ -363,9 +363,8 @@ class ObjectStore:
         is_told = False
         while not is_told:
             counts = self._run(deadline, self._list_forgotten)
-            ours = (
-                self._book.everything()
-            )  # also what stood there at a count that records have passed meanwhile
+            # Also what stood there at a count that records have passed meanwhile.
+            ours = self._book.everything()
             if counts and counts[0] > known + 1:
                 self._book.learn([(tombstones.EVERYTHING, counts[0])], *self._book.seen)
             count = self._book.seen[0] + 1
