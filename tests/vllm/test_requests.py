@@ -1,6 +1,8 @@
 """Requests of every kind that users send, each as vLLM alone answers it: computed, restored, and restored in part. With
 the connector and with the tier, in steps of fewer tokens than a prompt has and no multiple of a block."""
 
+import itertools
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,17 +29,46 @@ KINDS: dict[str, dict[str, Any]] = {
     "a salt": {"salt": "theirs"},
     "urgent": {"priority": -3},
 }
-pytestmark = pytest.mark.timeout(1200)  # three engines start with the first of them
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 119, 120, 121, 301)
+SHARED = prompt(3300, 170)
+CROWD: list[dict[str, Any]] = [
+    {"tokens": SHARED + prompt(3301 + number, 40 + 31 * number), "max_tokens": 5, "priority": number % 3}
+    for number in range(6)
+]
+Expected = Callable[[dict[str, Any]], dict[str, Any]]
+pytestmark = pytest.mark.timeout(1200)  # two engines start with the first of them, one after the other
+
+
+def of_kind(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A request, and another that begins as it does."""
+    number = list(KINDS).index(kind)
+    tokens = prompt(3000 + number, 301)
+    return (
+        {"tokens": tokens, **KINDS[kind]},
+        {"tokens": tokens[:200] + prompt(3100 + number, 60), **KINDS[kind]},
+    )
+
+
+def of_length(count: int) -> dict[str, Any]:
+    return {"tokens": prompt(3200 + count, count)}
 
 
 @pytest.fixture(scope="module")
-def plain(launch_engine: Callable[..., Engine]) -> Engine:
-    return launch_engine("requests-plain", None, **OPTIONS)
+def expected(launch_engine: Callable[..., Engine]) -> Expected:
+    """What vLLM alone answers to a request, all computed. Its engine has ended before another starts."""
+    engine = launch_engine("requests-plain", None, **OPTIONS)
+    known: dict[str, dict[str, Any]] = {}
+    for asked in (*itertools.chain(*map(of_kind, KINDS)), *map(of_length, LENGTHS), *CROWD):
+        (known[json.dumps(asked)],) = told(engine, asked)
+        assert engine.ask(forget=True)["forgotten"]
+    assert engine.end() == 0
+    return lambda asked: known[json.dumps(asked)]
 
 
 @pytest.fixture(scope="module", params=["connector", "tier"])
-def engine(request: Any, folder: Path, launch_engine: Callable[..., Engine]) -> Iterator[Engine]:
+def engine(
+    request: Any, folder: Path, launch_engine: Callable[..., Engine], expected: Expected
+) -> Iterator[Engine]:
     daemon = Daemon(folder / f"requests-{request.param}")
     patient = {"lookup_ms": 10_000, "load_ms": 10_000}
     if request.param == "tier":
@@ -64,56 +95,38 @@ def agree(output: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kinds(engine: Engine, plain: Engine, kind: str) -> None:
-    number = list(KINDS).index(kind)
-    tokens = prompt(3000 + number, 301)
-    asked = {"tokens": tokens, **KINDS[kind]}
-    assert plain.ask(forget=True)["forgotten"]
-    (expected,) = told(plain, asked)
+def test_kinds(engine: Engine, expected: Expected, kind: str) -> None:
+    first, other = of_kind(kind)
     for attempt in range(3):
-        (output,) = told(engine, asked)
-        agree(output, expected)
-        if attempt and not KINDS[kind].get("parameters", {}).get("prompt_logprobs"):
+        (output,) = told(engine, first)
+        agree(output, expected(first))
+        if attempt and not first.get("parameters", {}).get("prompt_logprobs"):
             assert output["cached"] == 288
         engine.forget()
     # Of another one, what it has in common is restored, and the rest is computed.
-    asked["tokens"] = tokens[:200] + prompt(3100 + number, 60)
-    assert plain.ask(forget=True)["forgotten"]
-    (expected,) = told(plain, asked)
-    (output,) = told(engine, asked)
-    agree(output, expected)
+    (output,) = told(engine, other)
+    agree(output, expected(other))
     assert engine.counts()["tracked"] == 0
 
 
-def test_lengths(engine: Engine, plain: Engine) -> None:
+def test_lengths(engine: Engine, expected: Expected) -> None:
     for count in LENGTHS:
-        asked = {"tokens": prompt(3200 + count, count)}
-        assert plain.ask(forget=True)["forgotten"]
-        (expected,) = told(plain, asked)
+        asked = of_length(count)
         for attempt in range(2):
             (output,) = told(engine, asked)
-            agree(output, expected)
+            agree(output, expected(asked))
             assert output["cached"] == attempt * ((count - 1) // BLOCK * BLOCK), count
             engine.forget()
 
 
-def test_all_of_them_at_once_and_some_aborted(engine: Engine, plain: Engine) -> None:
+def test_all_of_them_at_once_and_some_aborted(engine: Engine, expected: Expected) -> None:
     """In a batch numbers are rounded otherwise, so only greedy answers are compared."""
-    shared = prompt(3300, 170)
-    asked = [
-        {"tokens": shared + prompt(3301 + number, 40 + 31 * number), "max_tokens": 5, "priority": number % 3}
-        for number in range(6)
-    ]
-    expected = []
-    for each in asked:
-        assert plain.ask(forget=True)["forgotten"]
-        expected += told(plain, each)
     for step in range(5):
-        outputs = engine.ask(generate=asked, abort={"1": step, "4": step + 2})["outputs"]
-        for number, (output, wanted) in enumerate(zip(outputs, expected, strict=True)):
+        outputs = engine.ask(generate=CROWD, abort={"1": step, "4": step + 2})["outputs"]
+        for number, (output, asked) in enumerate(zip(outputs, CROWD, strict=True)):
             if number not in (1, 4):
-                assert output["tokens"] == wanted["tokens"], (step, number)
+                assert output["tokens"] == expected(asked)["tokens"], (step, number)
         assert engine.counts()["tracked"] == 0
         engine.forget()
-    outputs = told(engine, *asked)
-    assert [output["tokens"] for output in outputs] == [wanted["tokens"] for wanted in expected]
+    outputs = told(engine, *CROWD)
+    assert [output["tokens"] for output in outputs] == [expected(asked)["tokens"] for asked in CROWD]
