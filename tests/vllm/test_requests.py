@@ -57,14 +57,16 @@ def of_length(count: int) -> dict[str, Any]:
 def engine(request: Any, folder: Path, launch_engine: Callable[..., Engine]) -> Iterator[Engine]:
     daemon = Daemon(folder / f"requests-{request.param}")
     patient = {"lookup_ms": 10_000, "load_ms": 10_000}
-    if request.param == "tier":
-        config = tiering(daemon.run_dir, **patient)
-        engine = launch_engine("requests-tier", None, kv_transfer_config=config, **OPTIONS)
-    else:
-        engine = launch_engine("requests-connector", daemon.run_dir, patient, **OPTIONS)
-    yield engine
-    assert engine.end() == 0
-    daemon.stop()
+    try:
+        if request.param == "tier":
+            config = tiering(daemon.run_dir, **patient)
+            engine = launch_engine("requests-tier", None, kv_transfer_config=config, **OPTIONS)
+        else:
+            engine = launch_engine("requests-connector", daemon.run_dir, patient, **OPTIONS)
+        yield engine
+        assert engine.end() == 0
+    finally:
+        daemon.stop()
 
 
 def told(engine: Engine, *requests: dict[str, Any]) -> list[dict[str, Any]]:
