@@ -279,6 +279,7 @@ class Play:
         return checked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_happens_beside_it_a_prompt_has_the_logits_that_it_has_alone(
     seed: int, store: FakeStore, engines: MakeEngine
