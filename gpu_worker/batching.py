@@ -26,6 +26,7 @@ from kvstore.errors import Exhausted, Unavailable, Unsupported
 from kvstore.gpu_worker.assembly import Assembly, most_deviating
 from kvstore.gpu_worker.attention import NAME, check_pageable
 from kvstore.gpu_worker.canary import TOKENS_MAX, SelfTest, differs, is_sampled, wrong_chunks
+from kvstore.gpu_worker.chain import Seen
 from kvstore.gpu_worker.choices import Choices
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
 from kvstore.gpu_worker.device import Device
@@ -430,6 +431,7 @@ class BatchEngine:
         parts = {
             (id(one.chain), n)
             for one in kept.chain.seen
+            if isinstance(one, Seen)
             for n in range(one.begin // size, -(-one.end // size))
         }
         own = request.tokens_max + (kept.undecided.count if kept.undecided is not None else 0)

@@ -91,6 +91,7 @@ class StoredGenerator:
         """
         self._geometry = Geometry.of(model, chunk_tokens)
         self._model = model
+        self._generate: Any = model.generate
         self._epoch, self._salt = weights_epoch, salt
         self.counters: Counter[str] = Counter()
         self._identity = Identity(model, counters=self.counters)
@@ -144,7 +145,7 @@ class StoredGenerator:
         namespace = None if why else self._namespace()
         if namespace is None or input_ids is None:
             self._tell(why)
-            return self._model.generate(input_ids, **given, **options)
+            return self._generate(input_ids, **given, **options)
         if attention_mask is None:
             given["attention_mask"] = attention_mask = torch.ones_like(input_ids)
         verdict, width = self._verdict, input_ids.shape[1]
@@ -155,7 +156,7 @@ class StoredGenerator:
         self.counters["prompt_tokens"] += sum(map(len, rows))
         if copies > 1 and cache.get_seq_length():
             cache.batch_repeat_interleave(copies)
-        result = self._model.generate(input_ids, cache=cache, **given, **options)
+        result = self._generate(input_ids, cache=cache, **given, **options)
         if self._identity.holds(verdict):
             sequences = result if isinstance(result, torch.Tensor) else result.sequences
             ends = _ends(config, width)
@@ -320,7 +321,8 @@ class _CacheRow:
         packed = np.zeros((chunks, geometry.shard_bytes), np.uint8)
         span = slice(self._begin + first_token, self._begin + first_token + token_count)
         for layer, held in enumerate(self._cache.layers):
-            for which, tensor in enumerate((held.keys, held.values)):
+            kept: Any = held  # a layer of full attention: others are refused
+            for which, tensor in enumerate((kept.keys, kept.values)):
                 columns = bits(tensor[self._row, :, span].detach().cpu().contiguous())
                 for chunk in range(chunks):
                     window = geometry.window(packed[chunk], layer, geometry.chunk_tokens)

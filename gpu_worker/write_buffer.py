@@ -28,6 +28,10 @@ def regions(layer: int, chunks: Iterable[int]) -> list[Region]:
     return [("kv", layer, chunk) for chunk in chunks]
 
 
+_Leaving = tuple[list[npt.NDArray[np.uint8]], Event]
+"""Buffers, and when the copy out of them is done."""
+
+
 class Outgoing:
     """Chunks on their way: `copy` and `stop` belong to the model's thread, the rest to the saver's."""
 
@@ -112,7 +116,7 @@ class WriteBuffer:
         """Chunk -> the last copy out of it that may be in flight. Of the model's thread."""
         self._lock = threading.Lock()
         self._spare: list[npt.NDArray[np.uint8]] = []
-        self._leaving: list[tuple[list[npt.NDArray[np.uint8]], Event]] = []
+        self._leaving: list[_Leaving] = []
         """Given back while a copy may still write them, and after which event it does not."""
 
     def __repr__(self) -> str:
@@ -142,7 +146,8 @@ class WriteBuffer:
 
     def take(self) -> npt.NDArray[np.uint8]:
         with self._lock:
-            over, going_on = [], []
+            over: list[_Leaving] = []
+            going_on: list[_Leaving] = []
             for entry in self._leaving:
                 (over if entry[1].query() else going_on).append(entry)
             self._leaving = going_on

@@ -119,9 +119,9 @@ def assemble(
             recomputed.append((first, first + block.computed))
         first = end
     # In one piece from the beginning on: as chunks of the prompt's own, it has the bits of full attention
-    stored = parts[-1].end if parts else 0
-    whole = sum(part.count for part in parts) == stored and positions[:stored] == list(range(stored))
-    whole = whole and not any(part.delta for part in parts)
+    reach = parts[-1].end if parts else 0
+    gapless = sum(part.count for part in parts) == reach and positions[:reach] == list(range(reach))
+    in_one_piece = gapless and not any(part.delta for part in parts)
     return Assembly(
         tuple(token for block in blocks for token in block.tokens),
         tuple(positions),
@@ -131,7 +131,7 @@ def assemble(
         recipe.deviating,
         exact,
         salt=salt,
-        by_part=not recipe.deviating and not (whole and _encoded_together(encoding, found)),
+        by_part=not recipe.deviating and not (in_one_piece and _encoded_together(encoding, found)),
     )
 
 

@@ -24,8 +24,9 @@ class Complaining(Protocol):
         """Counts `bugs`."""
 
 
-def harmless(fallback: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Whatever is raised is counted, and logged once; then `fallback` is called with the same arguments."""
+def harmless(fallback: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Whatever is raised is counted, and logged once; then `fallback` is called with the same arguments, and returns
+    what the method might have returned."""
 
     def wrap(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
@@ -35,7 +36,8 @@ def harmless(fallback: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P,
             except Exception as error:
                 whose: Any = args[0]
                 complain(whose, method.__name__, error)
-                return fallback(*args, **kwargs)
+                instead: R = fallback(*args, **kwargs)
+                return instead
 
         return call
 

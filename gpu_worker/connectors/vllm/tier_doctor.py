@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvstore.client import connect
 from kvstore.errors import StoreError, Unavailable
-from kvstore.gpu_worker.compute_or_load import Line
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
 from kvstore.gpu_worker.connectors.link import Link
 from kvstore.gpu_worker.connectors.offload import Crew, RowLoader, Rows, RowSaver, Tally, Transfer
 from kvstore.gpu_worker.connectors.vllm.settings import TierSettings
@@ -97,7 +97,7 @@ def round_trip(config: Any, cache: KVCacheConfig, settings: TierSettings, timeou
         tally = Tally(COUNTERS)
         saver = RowSaver(rows, crew, lambda _: opened, tally, rows_max=ROWS, maker=secrets.token_bytes(16))
         stack.callback(saver.close)
-        loader = RowLoader(rows, crew, lambda _: opened, tally, Line())
+        loader = RowLoader(rows, crew, lambda _: opened, tally, ComputeOrLoad())
         for number in range(ROWS):
             rows.row(number)[:] = np.random.default_rng(number).integers(0, 256, row_bytes, np.uint8)
         begun = time.perf_counter()
