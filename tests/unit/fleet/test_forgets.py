@@ -197,3 +197,20 @@ def test_a_node_whose_clock_is_far_ahead_drops_no_forgets(
     a.forgets._tidied_at -= 3_600
     a.forgets.round(redis)
     assert redis.zcard(f"kvs:{{{FLEET.prefix}}}:forgotten") == 1 and a.refuses(b"k", 0)
+
+
+def test_a_journal_that_cannot_be_written_is_told_and_written_when_it_can(redis: Any, tmp_path: Path) -> None:
+    """A full disk, and Redis is away: nothing but this process knows of the forget."""
+    journal = tmp_path / "full" / "journal"
+    a, b = Member(journal), Member(tmp_path / "b")
+    b.forgets.round(redis)
+    a.forget(b"k")
+    a.forgets.postpone("Redis is away")
+    assert "Redis is away" in a.done[0].why and "cannot be written" in a.done[0].why
+    assert "a restart loses it" in a.done[0].why
+    journal.parent.mkdir()
+    a.forgets.postpone("Redis is away")
+    again = Member(journal)
+    again.forgets.round(redis)
+    b.forgets.round(redis)
+    assert b.heard() == [key(b"k")]
