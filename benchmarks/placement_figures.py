@@ -241,7 +241,7 @@ more than a third of all hits over LRU, and the core is near the paper's own pol
 fits, policies do not matter. What falls short of the paper: fewer hits are in DRAM by the time their turn is served
 (the paper: over 99.6 %). Figure 13 says what limits it: turns that found no queue were never foreseen, and while the
 engine is saturated every turn needs its whole history from an SSD that writes share and that works more than
-{SSD_BUSY:.0%} of the time then. A prefetch window of all DRAM instead of 0.8 of it brings one point, one of half of it
+{SSD_BUSY:.0%} of the time then. A prefetch window of all DRAM instead of 0.8 of it brings one point, one of 0.4 of it
 loses ten; more bandwidth or more DRAM is what helps.
 
 {NOTE}"""
