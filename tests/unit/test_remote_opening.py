@@ -15,13 +15,16 @@ import pytest
 from kvstore.cli.doctor import Failed, Patient
 from kvstore.client import Client
 from kvstore.config import StoreConfig
+from kvstore.core.events import ChunksForgotten, ForgetChunks
 from kvstore.errors import ConfigError
+from kvstore.tiers.base import SlotMemory
 from kvstore.tiers.remote.backend import Book, StoreProblem
 from kvstore.tiers.remote.object_store import ObjectStore
 from kvstore.tiers.remote.opening import check
-from kvstore.types import ChunkKey
+from kvstore.tiers.remote.tier import RemoteTier
+from kvstore.types import ChunkKey, OpId
 
-from ..fleet_tools import needs_redis, redis_server
+from ..fleet_tools import eventually, needs_redis, redis_server
 
 
 @pytest.mark.parametrize(
@@ -119,3 +122,22 @@ def test_what_is_older_than_its_time_goes_by_the_clock_of_the_store(tmp_path: Pa
     store.tidy(time.monotonic() + 30)
     assert len(list(tmp_path.rglob("forgotten/*"))) == 1  # the newest stays, whatever its age
     store.close()
+
+
+def test_a_forget_says_that_it_stands_in_no_journal(tmp_path: Path) -> None:
+    mount = tmp_path / "mount"
+    mount.write_text("not mounted")
+    store = ObjectStore(f"file://{mount}/kv", Book(""), salt=b"", ttl_s=60, timeout_s=5)
+    done: list[Any] = []
+    tier = RemoteTier(
+        store,
+        Book(str(tmp_path / "full" / "journal")),
+        cast("SlotMemory", None),
+        done=done.append,
+        threads=1,
+        **{"lookup_s": 5, "deadline_s": 5, "bytes_per_s": 0},
+    )
+    tier.submit(ForgetChunks(OpId(1), "remote", ((b"n" * 32, ChunkKey(b"k"), b""),)))
+    (answer,) = eventually(lambda: [event for event in done if isinstance(event, ChunksForgotten)])
+    assert "cannot be used" in answer.why and "a restart loses it" in answer.why
+    tier.close(30)
