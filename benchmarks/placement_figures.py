@@ -14,10 +14,15 @@ import argparse
 import dataclasses
 import json
 import multiprocessing
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from harness import commit
 
 from kvstore.replay import WHOLE_FUTURE, Trace, read_trace, replay
 from kvstore.replay.baselines import BASELINES, baseline
@@ -173,19 +178,30 @@ def others(trace: Trace, served: Served, dram_chunks: int, ssd_chunks: int, scal
     return found
 
 
-def mooncake(job: tuple[str, int, int, Path]) -> float:
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """What was served of Mooncake's trace."""
+
+    rate: float
+    commit: str
+    """At which it was measured."""
+
+
+def mooncake(job: tuple[str, int, int, Path]) -> Blocks:
+    """From the cache if it is there."""
     policy, chunks, look_ahead, data = job
-    cached = CACHE / f"mooncake-{policy}-{chunks}-{look_ahead}.json"
+    cached = CACHE / f"blocks-{policy}-{chunks}-{look_ahead}.json"
     if cached.exists():
-        return float(json.loads(cached.read_text()))
+        return Blocks(**json.loads(cached.read_text()))
     trace = read_trace(data / "mooncake_conversation.jsonl.zst", "mooncake")
     if policy in ("expected", "hints", "lru"):
         rate = replay(trace, dram_chunks=chunks, look_ahead=look_ahead, policy=policy).hit_rate
     else:
         rate = baseline(trace, policy, dram_chunks=chunks, look_ahead=look_ahead).hit_rate
+    found = Blocks(rate, commit(__file__))
     CACHE.mkdir(parents=True, exist_ok=True)
-    cached.write_text(json.dumps(rate))
-    return rate
+    cached.write_text(json.dumps(dataclasses.asdict(found)))
+    return found
 
 
 # -------------------------------------------------------------------------------------------------------------- page
@@ -207,7 +223,7 @@ def draw(name: str, figure: Any) -> str:
 
 
 def page(
-    rows: Mapping[Run, dict[str, Any]], mooncake_rows: Mapping[tuple[str, int, int], float], scale: int
+    rows: Mapping[Run, dict[str, Any]], mooncake_rows: Mapping[tuple[str, int, int], Blocks], scale: int
 ) -> str:
     def row(model: str, **other: Any) -> dict[str, Any]:
         return rows.get(Run(model, **other), {})
@@ -241,7 +257,7 @@ more than a third of all hits over LRU, and the core is near the paper's own pol
 fits, policies do not matter. What falls short of the paper: fewer hits are in DRAM by the time their turn is served
 (the paper: over 99.6 %). Figure 13 says what limits it: turns that found no queue were never foreseen, and while the
 engine is saturated every turn needs its whole history from an SSD that writes share and that works more than
-{SSD_BUSY:.0%} of the time then. A prefetch window of all DRAM instead of 0.8 of it brings one point, one of half of it
+{SSD_BUSY:.0%} of the time then. A prefetch window of all DRAM instead of 0.8 of it brings one point, one of 0.4 of it
 loses ten; more bandwidth or more DRAM is what helps.
 
 {NOTE}"""
@@ -509,21 +525,31 @@ loses ten; more bandwidth or more DRAM is what helps.
         )
     parts.append(
         "## A real trace: Mooncake's conversations\n\n12,031 requests; blocks of 512 tokens, DRAM alone; leading blocks"
-        " served, of all. The best possible (Belady) is\nwhat a look-ahead over the whole trace would reach."
+        " served, of all. The best possible (Belady) is\nwhat a look-ahead over the whole trace would reach. Each row"
+        " is of the commit that it names."
     )
     kinds = sorted({(policy, ahead) for policy, _, ahead in mooncake_rows}, key=_kind_order)
     parts.append(
         table(
-            ["policy", "look-ahead", *(f"{chunks:,} blocks" for chunks in MOONCAKE_CHUNKS)],
+            ["policy", "look-ahead", *(f"{chunks:,} blocks" for chunks in MOONCAKE_CHUNKS), "at commit"],
             [
                 [
                     policy,
                     _ahead(ahead),
                     *(
-                        f"{mooncake_rows[policy, chunks, ahead]:.4f}"
+                        f"{mooncake_rows[policy, chunks, ahead].rate:.4f}"
                         if (policy, chunks, ahead) in mooncake_rows
                         else "-"
                         for chunks in MOONCAKE_CHUNKS
+                    ),
+                    ", ".join(
+                        sorted(
+                            {
+                                mooncake_rows[policy, chunks, ahead].commit
+                                for chunks in MOONCAKE_CHUNKS
+                                if (policy, chunks, ahead) in mooncake_rows
+                            }
+                        )
                     ),
                 ]
                 for policy, ahead in kinds
@@ -532,7 +558,7 @@ loses ten; more bandwidth or more DRAM is what helps.
     )
     lines_drawn = {
         policy + (f", {_ahead(ahead)} ahead" if ahead else ""): [
-            (chunks, mooncake_rows[policy, chunks, ahead])
+            (chunks, mooncake_rows[policy, chunks, ahead].rate)
             for chunks in MOONCAKE_CHUNKS
             if (policy, chunks, ahead) in mooncake_rows
         ]
@@ -588,7 +614,7 @@ def main() -> None:
         wanted_traces = [(policy, chunks, ahead) for policy, ahead in kinds for chunks in MOONCAKE_CHUNKS]
         if options.cached:
             wanted_traces = [
-                (p, c, a) for p, c, a in wanted_traces if (CACHE / f"mooncake-{p}-{c}-{a}.json").exists()
+                (p, c, a) for p, c, a in wanted_traces if (CACHE / f"blocks-{p}-{c}-{a}.json").exists()
             ]
         jobs_of_traces = [(*kind, options.data) for kind in wanted_traces]
         found = dict(zip(wanted_traces, pool.imap(mooncake, jobs_of_traces), strict=True))

@@ -1039,7 +1039,9 @@ def _connect(path: str, deadline: float) -> socket.socket:
 
 def _wait_readable(sock: socket.socket, deadline: float) -> None:
     if not readable(sock, max(0.0, deadline - time.monotonic())):
-        raise DeadlineExceeded("the daemon did not answer on the descriptor socket in time")
+        raise DeadlineExceeded(
+            "the daemon did not answer on the descriptor socket in time: it may be stopped, or hung (see its log)"
+        )
 
 
 def _close_all(fds: Iterable[int]) -> None:

@@ -104,6 +104,7 @@ class FleetForgets:
     def _take(self) -> list[ForgetChunks]:
         """First into the journal, so that a crash forgets no forget."""
         effects = [self._told.popleft() for _ in range(len(self._told))]
+        self.book.save_again()
         if effects:
             self.book.postpone([self._as_told(one) for effect in effects for one in effect.forgotten])
         return effects
@@ -124,5 +125,7 @@ class FleetForgets:
             self.book.told(pending)
 
     def _answer(self, effects: list[ForgetChunks], why: str) -> None:
+        if why and self.book.unsaved:
+            why = f"{why}; {self.book.unsaved}"
         for effect in effects:
             self._done(ChunksForgotten(effect.op, why))

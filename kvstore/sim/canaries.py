@@ -28,7 +28,7 @@ from kvstore.core.requests.queue import Queue
 from kvstore.core.requests.saves import Saves
 from kvstore.core.requests.sessions import Sessions
 from kvstore.core.requests.touches import Touches
-from kvstore.core.segments import Segments
+from kvstore.core.segments import VICTIMS_LOOKED_AT_MAX, Segments
 from kvstore.core.ssd.durability import Durability
 from kvstore.core.state import State
 from kvstore.core.transfers import Read, Transfers
@@ -394,6 +394,16 @@ def _first_pieces(original: Original) -> Any:
     return save
 
 
+def _awaited(original: Original) -> Any:
+    """What somebody asked for, and is about to take, leaves DRAM as if nobody had."""
+
+    def evict_one(segments: Segments, namespace: Namespace, sooner_than: int) -> bool:
+        victims = segments.state.policy.victims(namespace.dram, VICTIMS_LOOKED_AT_MAX, sooner_than)
+        return any(map(segments._leave_dram, victims)) or bool(original(segments, namespace, sooner_than))
+
+    return evict_one
+
+
 def _any_record(original: Original) -> Any:
     """Whatever record is under a name is taken for the one that was asked for."""
     return lambda header, **wanted: ""
@@ -482,6 +492,7 @@ CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "outlived-hint": (HintActions, "forget", _outlived),
     "touch-pinned": (Touches, "_renew_resident", _touched_pinned),
     "ignore-holes": (Sessions, "_usable", _holes),
+    "evict-awaited": (Segments, "_evict_one", _awaited),
     "keep-children": (ChunkTable, "leave_children", _forgets_parent),
 }
 

@@ -15,7 +15,7 @@ from collections.abc import Container, Iterator
 from kvstore.core.chunks import LISTED, NONE, PROMOTING, STORED, STORING
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
-from kvstore.core.segments import VICTIMS_LOOKED_AT_MAX
+from kvstore.core.segments import VICTIMS_LOOKED_AT_MAX, Segments
 from kvstore.core.ssd.slab_tier import SlabTier
 from kvstore.core.store import Store
 from kvstore.types import Millis, NamespaceId, SlotState
@@ -31,7 +31,7 @@ class Placement:
         slabs, segments = tier.slabs, store.segments
         self._evict_needed, self._begin_to_empty = slabs._evict_needed, slabs._begin_to_empty
         self._allocate = segments.allocate
-        self._evict_one, self._leave_dram = segments._evict_one, segments._leave_dram
+        self._leave_dram = segments._leave_dram
         slabs._evict_needed = self.evict_needed  # type: ignore[method-assign]
         slabs._begin_to_empty = self.begin_to_empty  # type: ignore[method-assign]
         segments.allocate = self.allocate  # type: ignore[method-assign]
@@ -92,7 +92,7 @@ class Placement:
     def evict_one(self, namespace: Namespace, sooner_than: int) -> bool:
         self._evicting = True
         try:
-            return self._evict_one(namespace, sooner_than)
+            return Segments._evict_one(self._store.segments, namespace, sooner_than)
         finally:
             self._evicting = False
 

@@ -608,7 +608,7 @@ class Fleet:
         ]
         kind = self.chance.choice(kinds)
         self.counts[f"fault: {kind.__name__}"] += 1
-        kind(node, min(until_, time.monotonic() + self.chance.uniform(0.1, 2.0)))
+        kind(node, min(until_, time.monotonic() + self.chance.uniform(0.1, 1.2)))
 
     @staticmethod
     def sleep_until(end: float) -> None:
@@ -652,9 +652,13 @@ class Fleet:
 
     def redis_loses(self, node: Node, end: float) -> None:
         self.reset_at = time.monotonic()
-        if self.chance.random() < 0.5:
+        how = self.chance.choice(["all", "count", "server"])
+        if how != "server":
             with self.redis.client() as client:
-                client.flushall()
+                for database in (0, 1):
+                    client.select(database)
+                    for name in client.keys("*:count" if how == "count" else "*"):
+                        client.delete(name) if how == "all" else client.set(name, self.chance.randbytes(9))
         else:
             self.redis.kill()
             if self.chance.random() < 0.5:
@@ -753,7 +757,7 @@ class Fleet:
         noting = threading.Thread(target=self.keep_noting, args=(end,))
         noting.start()
         while time.monotonic() < end - 0.2:
-            time.sleep(self.chance.uniform(0.05, 0.6))
+            time.sleep(self.chance.uniform(0.02, 0.3))
             self.a_fault(end)
         noting.join()
         self.heal()

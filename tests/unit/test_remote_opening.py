@@ -17,10 +17,12 @@ from kvstore.client import Client
 from kvstore.config import REMOTE_STORE, StoreConfig
 from kvstore.core.events import ChunksForgotten, ForgetChunks
 from kvstore.errors import ConfigError
+from kvstore.tiers.base import SlotMemory
 from kvstore.tiers.remote.backend import Book, StoreProblem
 from kvstore.tiers.remote.object_store import ObjectStore
 from kvstore.tiers.remote.opening import check, journal_path, open_remote
 from kvstore.tiers.remote.records import Description
+from kvstore.tiers.remote.tier import RemoteTier
 from kvstore.types import ChunkKey, OpId
 
 from ..fleet_tools import eventually, needs_redis, redis_server
@@ -149,3 +151,22 @@ def test_what_is_forgotten_is_refused_at_once_though_the_store_hangs(tmp_path: P
         assert book._is_pending(Description(b"d" * 32, ChunkKey(b"k"), 0, 1, 64, False, (), 8, 0, 99))
         assert not book._is_pending(Description(b"d" * 32, ChunkKey(b"l"), 0, 1, 64, False, (), 8, 0, 99))
     tier.close(30.0)
+
+
+def test_a_forget_says_that_it_stands_in_no_journal(tmp_path: Path) -> None:
+    mount = tmp_path / "mount"
+    mount.write_text("not mounted")
+    store = ObjectStore(f"file://{mount}/kv", Book(""), salt=b"", ttl_s=60, timeout_s=5)
+    done: list[Any] = []
+    tier = RemoteTier(
+        store,
+        Book(str(tmp_path / "full" / "journal")),
+        cast("SlotMemory", None),
+        done=done.append,
+        threads=1,
+        **{"lookup_s": 5, "deadline_s": 5, "bytes_per_s": 0},
+    )
+    tier.submit(ForgetChunks(OpId(1), "remote", ((b"n" * 32, ChunkKey(b"k"), b""),)))
+    (answer,) = eventually(lambda: [event for event in done if isinstance(event, ChunksForgotten)])
+    assert "cannot be used" in answer.why and "a restart loses it" in answer.why
+    tier.close(30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -16,12 +17,15 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.core.events import ChunkAbout, FetchChunks, FetchedChunk, LookUpChunks, StoreChunks
+from kvstore.server.logs import fields
 from kvstore.tiers.base import SlotMemory
 from kvstore.tiers.disk_port import Buffer
 from kvstore.tiers.remote import records, tombstones
 from kvstore.tiers.remote.encryption import OVERHEAD, Cipher
 from kvstore.tiers.remote.tombstones import Forgotten, Tombstones
 from kvstore.types import ChunkKey, DiskResult, Extent, Found
+
+log = logging.getLogger(__name__)
 
 CHECK_BYTES = 1 << 20
 """Checksummed in such pieces: a long call of xxhash's one-shot function would hold the interpreter's lock."""
@@ -96,6 +100,8 @@ class Book:
             with suppress(OSError, UnicodeDecodeError):
                 self.tombstones, pending = tombstones.from_lines(self._path.read_text())
                 self.pending = dict.fromkeys(pending)
+        self.unsaved = ""
+        """Why the journal does not hold all of this; empty: it does."""
         # What was read before a crash may not have left the index: it is heeded once more.
         self._news = [*self.tombstones.at, *self.pending]
 
@@ -149,6 +155,12 @@ class Book:
                 self.pending.pop(one, None)
             self._save()
 
+    def save_again(self) -> None:
+        """Now and then: there may be room again."""
+        if self.unsaved:
+            with self.lock:
+                self._save()
+
     def refuses(self, description: records.Description) -> str:
         with self.lock:
             if (self.pending or self._announced) and self._is_pending(description):
@@ -169,12 +181,21 @@ class Book:
         if self._path is None or not self._is_ours():
             return
         new = self._path.with_suffix(".new")
-        with suppress(OSError):
+        try:
             with open(new, "w") as file:
                 file.write(tombstones.to_lines(self.tombstones, self.pending))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(new, self._path)
+        except OSError as problem:
+            unsaved = f"{self._path} cannot be written ({problem.strerror or problem}): a restart loses it"
+            if unsaved != self.unsaved:
+                log.error("the journal of forgets cannot be written", extra=fields(why=unsaved))
+            self.unsaved = unsaved
+            with suppress(OSError):
+                new.unlink()
+        else:
+            self.unsaved = ""
 
 
 def describe(effect: StoreChunks, number: int, shard: int, generation: int) -> records.Description:

@@ -20,8 +20,8 @@ from kvstore.tiers.remote.tombstones import EVERYTHING, Forgotten
 
 FORGET_SCRIPT = """
 local said = redis.call('GET', KEYS[1])
-local count = 1
-if said then count = tonumber(string.match(said, '^%d+')) + 1 end
+local count = tonumber(said and string.match(said, '^(%d+):') or '0') + 1
+if count > 9e15 then count = 1 end
 if count < tonumber(ARGV[1]) then count = tonumber(ARGV[1]) end
 redis.call('SET', KEYS[1], string.format('%d:%s', count, ARGV[2]))
 for i = 3, #ARGV do redis.call('ZADD', KEYS[2], count, ARGV[i]) end
@@ -29,10 +29,22 @@ local now = redis.call('TIME')
 redis.call('HSET', KEYS[3], string.format('%d', count), now[1] .. ':' .. ARGV[2])
 return count
 """
-"""ARGV: the least that the count is to be, its head, then the entries. Returns the count."""
+"""A count that is spoilt begins anew, above all that the caller has seen.
+
+ARGV: the least that the count is to be, its head, then the entries. Returns the count."""
 TIME_SCRIPT = "return redis.call('TIME')"
 """Of the server that has the key, in a cluster too."""
+COUNT_DIGITS_MAX = 16
+"""A double of Lua counts so far."""
 ENTRIES_PER_CALL = 4_096
+
+
+def _parsed(said: bytes | None) -> tuple[int, str]:
+    """Of "<number>:<head>"; (0, "") for what is no such thing: a store that lost it is told again what it was."""
+    number, _, head = (said or b"").partition(b":")
+    if not number.isdigit() or len(number) > COUNT_DIGITS_MAX or not head.isascii():
+        return 0, ""
+    return int(number), head.decode("ascii")
 
 
 class RedisTombstones:
@@ -90,16 +102,15 @@ class RedisTombstones:
     def catch_up(self, client: Any, said: bytes | None) -> None:
         """Read the forgets that this node does not know; `said`: what stands in `count_name`. Raises StoreProblem if
         the store is not the one that the node knew, after it was told what it lacks."""
-        number, _, tail = (said or b"0:").partition(b":")
-        count, head = int(number), tail.decode("ascii")
+        count, head = _parsed(said)
         known, known_head = self._book.seen
         if (count, head) == (known, known_head):
             return
         there = known_head
         if count > known > 0:
             time_and_head = client.hget(self._name("times"), str(known)) or b":"
-            there = time_and_head.partition(b":")[2].decode("ascii")
-        floor = int(client.get(self._name("floor")) or 0)
+            there = time_and_head.partition(b":")[2].decode("ascii", "replace")
+        floor = self._floor(client, count)
         has_missed = known < floor
         is_other = count <= known or (there != known_head and not has_missed)
         first = 0 if is_other else known + 1
@@ -115,12 +126,20 @@ class RedisTombstones:
                 f"the store was wiped, or is an older copy: it has {count} forgets, this node knew {known}; told again"
             )
 
+    def _floor(self, client: Any, count: int) -> int:
+        """Whoever knows less has missed something. One that is spoilt may have been any: the count, then."""
+        said = client.get(self._name("floor")) or b"0"
+        if said.isdigit() and len(said) <= COUNT_DIGITS_MAX:
+            return int(said)
+        client.set(self._name("floor"), count)
+        return count
+
     def tidy(self, client: Any, ttl_s: float) -> None:
         """What was forgotten so long ago, by the server's clock, goes; who has not read it by then takes everything for
         forgotten."""
         now = int(client.eval(TIME_SCRIPT, 1, self._name("times"))[0])
         times = client.hgetall(self._name("times"))
-        old = [int(count) for count, at in times.items() if int(at.partition(b":")[0]) < now - ttl_s]
+        old = [_parsed(count + b":")[0] for count, at in times.items() if 0 < _parsed(at)[0] < now - ttl_s]
         if not old:
             return
         client.set(self._name("floor"), max(old))

@@ -361,6 +361,7 @@ class RemoteTier:
         """First into the journal, so that a crash forgets no forget. With nothing to tell: read what others told."""
         if effect is not None:
             self._book.postpone(effect.forgotten)
+        self._book.save_again()
         with self._book.lock:
             pending = list(self._book.pending)
         deadline = time.monotonic() + self._deadline_s
@@ -370,7 +371,7 @@ class RemoteTier:
             else:
                 self._calling(deadline, lambda: self._backend.catch_up(deadline))
         except StoreProblem as problem:
-            return self._problem(problem)
+            return "; ".join(filter(None, [self._problem(problem), self._book.unsaved]))
         self._book.told(pending)
         return ""
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvstore.core import events as ev
@@ -20,13 +20,25 @@ from kvstore.types import ActionKind, Hint, HintAction
 CHAINS = "abcdef"
 OPS = st.lists(
     st.tuples(
-        st.sampled_from(("save", "save", "pin", "unpin", "publish", "act", "wait")),
+        st.sampled_from(("save", "save", "save", "ask", "pin", "unpin", "publish", "act", "wait")),
         st.sampled_from(CHAINS),
         st.integers(1, 6),
         st.sampled_from(CHAINS),
     ),
     max_size=20,
 )
+ASKED_FOR = [
+    *(step for name in "abcd" for step in (("save", name, 6, "a"), ("wait", "a", 5, "a"))),
+    ("ask", "a", 6, "a"), ("wait", "a", 5, "a"),
+    *(step for name in "efbc" for step in (("save", name, 4, "a"), ("wait", "a", 5, "a"))),
+]  # fmt: skip
+"""What came because somebody asked for it is what was used longest ago, and nobody took it yet, when others save."""
+ASKED_FOR_AND_QUEUED = [
+    *ASKED_FOR[:10],
+    ("save", "e", 4, "a"), ("wait", "a", 5, "a"), ("save", "f", 4, "a"), ("wait", "a", 5, "a"),
+    ("publish", "e", 4, "f"), ("save", "b", 4, "a"), ("wait", "a", 5, "a"),
+]  # fmt: skip
+"""The same, and a queue needs all else."""
 
 
 class Watched:
@@ -75,9 +87,7 @@ class Watched:
         with suppress(StoreError):
             self.perform(op, name, count, other)
         gone = before - self.resident()
-        if (
-            gone & awaited and "unpin" not in op
-        ):  # what somebody asked for and is about to take goes last of all
+        if gone & awaited and op != "unpin":  # what somebody asked for and is about to take goes last of all
             left = self.resident() & before & may_go
             assert not left - awaited, (op, gone, left)
         pinned = {key for keys in self.held.values() for key in keys}
@@ -105,6 +115,8 @@ class Watched:
                         if outcome.name == "HIT"
                     ]
                     self.held[found.lease] = tuple(hits)
+            case "ask":
+                world.acquire(worker, namespace, keys, wait_ms=5_000)
             case "unpin" if self.held:
                 lease = sorted(self.held)[count % len(self.held)]
                 del self.held[lease]
@@ -142,6 +154,8 @@ class Watched:
 @pytest.mark.parametrize("policy", ["hints", "expected"])
 @settings(deadline=None, max_examples=8)
 @given(ops=OPS)
+@example(ops=ASKED_FOR)
+@example(ops=ASKED_FOR_AND_QUEUED)
 def test_no_schedule_of_requests_breaks_what_eviction_promises(
     policy: str, ssd: bool, ops: list[tuple[str, str, int, str]]
 ) -> None:

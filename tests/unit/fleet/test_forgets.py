@@ -227,3 +227,47 @@ def test_what_is_forgotten_is_refused_before_the_registry_answers(redis: Any, tm
     a.forgets.round(redis)
     assert a.refuses(b"k", 0) and not a.refuses(b"k", 99), "what is computed again is served"
     assert not a.refuses(b"other", 99)
+
+
+def test_a_journal_that_cannot_be_written_is_told_and_written_when_it_can(redis: Any, tmp_path: Path) -> None:
+    """A full disk, and Redis is away: nothing but this process knows of the forget."""
+    journal = tmp_path / "full" / "journal"
+    a, b = Member(journal), Member(tmp_path / "b")
+    b.forgets.round(redis)
+    a.forget(b"k")
+    a.forgets.postpone("Redis is away")
+    assert "Redis is away" in a.done[0].why and "cannot be written" in a.done[0].why
+    assert "a restart loses it" in a.done[0].why
+    journal.parent.mkdir()
+    a.forgets.postpone("Redis is away")
+    again = Member(journal)
+    again.forgets.round(redis)
+    b.forgets.round(redis)
+    assert b.heard() == [key(b"k")]
+
+
+@pytest.mark.parametrize("what", ["count", "floor", "times"])
+@pytest.mark.parametrize(
+    "value", [b"", b"x", b"1", b"-3:h", b"12\xb2:h", b"9" * 30 + b":h", b"7:\xff", b"\xb2:"]
+)
+def test_numbers_that_are_spoilt_are_made_anew(redis: Any, tmp_path: Path, what: str, value: bytes) -> None:
+    a, b = Member(tmp_path / "a"), Member(tmp_path / "b")
+    a.forget(b"k")
+    for each in (a, b):
+        each.forgets.round(redis)
+    name = f"kvs:{{{FLEET.prefix}}}:{what}"
+    if what == "times":
+        redis.hset(name, value, value)
+        redis.hset(name, "1", value)
+    else:
+        redis.set(name, value)
+    for each in (b, a, b):
+        each.forgets.round(redis)
+    a.forget(b"l")
+    late = Member(tmp_path / "late")
+    for each in (a, b, late, a, b, late):
+        each.forgets._tombstones.tidy(redis, 3_600)
+        each.forgets.round(redis)
+    for each in (a, b, late):
+        assert each.refuses(b"k", 0) and each.refuses(b"l", 0)
+        assert each.forgets.book.seen == a.forgets.book.seen

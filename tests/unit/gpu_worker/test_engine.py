@@ -14,6 +14,7 @@ from kvstore.errors import Unavailable
 from kvstore.gpu_worker import pool_store as pool_store_module
 from kvstore.gpu_worker import saver as saver_module
 from kvstore.gpu_worker.batching import BatchEngine
+from kvstore.kernels.prefill import PrefillPlan, cpu
 from kvstore.types import ChunkKey
 
 from .conftest import FakeStore, recorded_logits, text, tiny_llama
@@ -45,6 +46,42 @@ def test_logits_are_bit_equal_to_an_engine_that_kept_its_kv(
         assert there.reused_tokens == there.reused.hbm == (0 if number == 0 else len(history) - 20 - 1)
         assert result.reused_tokens == result.reused.dram == there.reused_tokens
         history = [*history, *result.tokens, *text(20, seed=number)]
+
+
+@pytest.mark.parametrize("prefill_tokens", [512, 280])
+def test_long_prompts_take_the_same_attention_wherever_their_history_is(
+    prefill_tokens: int, store: FakeStore, engines: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's for pieces that are long enough, ours for what is left of them: the same, and the same bits, for a
+    history in the pool and one that was loaded."""
+    ways: list[tuple[bool, tuple[tuple[int, int, int], ...]]] = []
+    is_torchs = cpu.is_torchs
+
+    def noted(plan: PrefillPlan, dtype: torch.dtype) -> bool:
+        ways.append((is_torchs(plan, dtype), plan.rows))
+        return ways[-1][0]
+
+    monkeypatch.setattr(cpu, "is_torchs", noted)
+    model = tiny_llama()
+    kept = engines(model, None, retain=True, prefill_tokens=prefill_tokens)
+    history, known = text(300), {True: 0, False: 0}
+    for number, new in enumerate((40, 300, 20, 0)):
+        with recorded_logits(model) as expected:
+            there = kept.turn("s", history, 5)
+        pooled, ways = ways, []
+        engine = engines(model, store, prefill_tokens=prefill_tokens)
+        with recorded_logits(model) as seen:
+            result = engine.turn("s", history, 5)
+        assert engine.flush(10)
+        assert ways == pooled
+        for torchs, _ in ways:
+            known[torchs] += 1
+        ways = []
+        assert result.tokens == there.tokens and result.reused_tokens == there.reused_tokens
+        assert bool(result.reused_tokens) == bool(number)
+        assert all(torch.equal(a, b) for a, b in zip(expected, seen, strict=True))
+        history = [*history, *result.tokens, *text(new, seed=number)]
+    assert all(known.values())
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 63, 64, 65, 127, 128, 129, 200])

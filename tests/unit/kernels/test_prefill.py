@@ -286,9 +286,13 @@ def test_the_same_call_gives_the_same_bits() -> None:
     assert all(torch.equal(prefill_attention(*these, plan), out) for _ in range(3))
 
 
-@pytest.mark.parametrize("soft_cap", [None, 30.0])
-def test_huge_logits_give_no_nan(soft_cap: float | None) -> None:
+@pytest.mark.parametrize(("soft_cap", "torch_min"), [(None, 10**9), (30.0, 10**9), (None, 1)])
+def test_huge_logits_give_no_nan(
+    soft_cap: float | None, torch_min: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Logits of about +-10,000: exp of their difference is 0 or 1, and no two infinities are subtracted."""
+    monkeypatch.setattr(cpu, "TORCH_MIN", torch_min)
+    monkeypatch.setattr(cpu, "TORCH_ALONE_MIN", torch_min)
     case = Case(seed=1, head_dim=64, group=2).fill(6)
     new = case.new_tokens()
     q, keys, _ = case.queries(new, torch.float32, 1e4), *case.tensors(torch.float32)[1:]

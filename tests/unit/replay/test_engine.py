@@ -112,7 +112,7 @@ def test_a_plan_reaches_its_target_with_less_than_everything() -> None:
 
 
 def test_a_fast_ssd_needs_little_dram_and_a_slow_one_much() -> None:
-    trace = conversations(3)
+    trace = conversations(3, sessions=40, turns=150)
     fast = plan(trace, MODEL, 0.9, points=4, hardware=dataclasses.replace(Hardware(), ssd_bytes_per_s=1e12))
     slow = plan(trace, MODEL, 0.9, points=4, hardware=dataclasses.replace(Hardware(), ssd_bytes_per_s=1e6))
     assert fast.ssd_bytes > 0
