@@ -35,6 +35,7 @@ ANSWERS = [
     ["get", "{key}"],
     ["quarantine"],
     ["recall", "--maker", "00" * 16, "--dry-run"],
+    ["purge", "--tenant", "default", "--dry-run"],
     ["check"],
     ["doctor"],
     ["promptcache", "list"],

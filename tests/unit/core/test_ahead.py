@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.core.policies import POLICIES
+from kvstore.core.policies.interface import AWAITED_MS
 from kvstore.layout import GroupSpec
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.world import PAGE, World, chain, spec
@@ -206,7 +207,11 @@ def test_what_somebody_asked_for_and_has_not_used_yet_stays() -> None:
     world.save(worker, namespace, chain("newer", 1))
     assert world.store.has_ahead()
     world.step(ev.Idle())
-    assert len(world.store.state.demanded) == 15, "all but the one that made room for the new one"
+    assert len(world.store.state.demanded) == 16, "others made room for the new one, and for those to come"
+    world.settle(AWAITED_MS)
+    for number in range(4):
+        world.save(worker, namespace, chain(f"late {number}", 64))
+    assert not world.store.state.demanded, "nobody waits so long"
 
 
 @pytest.mark.parametrize("sizes", [(PAGE, PAGE), (PAGE, 2 * PAGE)])

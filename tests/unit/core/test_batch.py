@@ -16,6 +16,7 @@ from kvstore.core.bulk import batch
 from kvstore.core.chunks import ChunkTable, LinkedRows
 from kvstore.core.limits import Limits
 from kvstore.core.policies import POLICIES
+from kvstore.core.policies.interface import AWAITED_MS
 from kvstore.core.ssd.restart import Restored, Snapshot
 from kvstore.core.store import Store
 from kvstore.core.workers import EngineGroup
@@ -261,8 +262,13 @@ def test_what_was_fetched_in_vain_is_counted_when_hundreds_of_new_chunks_take_it
     assert len(world.store.state.demanded) == 24
     for keys in (CHAINS[3], CHAINS[4]):
         world.save(worker, namespace, keys)
-    assert not world.store.state.prefetched and not world.store.state.demanded
+    assert not world.store.state.prefetched
     assert world.counters["prefetch_wasted"] == 40
+    assert len(world.store.state.demanded) == 24, "whoever asked for them may still take them"
+    world.settle(AWAITED_MS)
+    for name in (b"late", b"later"):
+        world.save(worker, namespace, [ChunkKey(b"%s %d" % (name, place)) for place in range(90)])
+    assert not world.store.state.demanded, "nobody waits so long"
 
 
 def test_hundreds_of_chunks_that_were_recalled_while_they_were_saved_never_become_visible(
