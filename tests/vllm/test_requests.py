@@ -108,14 +108,17 @@ def test_kinds(engine: Engine, kind: str) -> None:
     assert engine.counts()["tracked"] == 0
 
 
-def test_lengths(engine: Engine) -> None:
+def test_lengths(engine: Engine, request: pytest.FixtureRequest) -> None:
+    """Of a prompt that is all there the last token is computed. The connector leaves its last block to vLLM, the tier
+    gives vLLM all of it, which counts that as found."""
+    last = 0 if request.node.callspec.params["engine"] == "tier" else 1
     for count in LENGTHS:
         asked = of_length(count)
         expected = computed(engine, asked)
         for attempt in range(2):
             (output,) = told(engine, asked)
             agree(output, expected)
-            assert output["cached"] == attempt * ((count - 1) // BLOCK * BLOCK), count
+            assert output["cached"] == attempt * ((count - last) // BLOCK * BLOCK), count
             engine.forget()
 
 
