@@ -255,6 +255,8 @@ class Transfers:
                     state.chunks.flags[row] |= STORING
                     rows.append(row)
                     size += state.namespace_of(row).payload_bytes
+                else:
+                    state.room += 1  # nothing keeps it in DRAM any more
             if not rows:
                 return
             self._write(rows, size)
