@@ -23,7 +23,7 @@ RETIRE_PATIENCE_MS = 1_000
 CREATE_RETRY_MS = 1_000
 NEVER: Millis = 1 << 62
 PASSED_OVER_FROM, PASSED_OVER_MAX = 32, 512
-"""So many chunks that have to stay may stand before the next victim; more are passed over, and so many are looked at."""
+"""So many chunks that have to stay may stand before the next victim; more are passed over, and so many looked at."""
 MOVES_PER_OP_MAX = 64
 MOVE_BYTES_MAX = 64 << 20
 
