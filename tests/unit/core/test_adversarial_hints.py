@@ -149,8 +149,8 @@ def unknown(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[by
 
 
 def everything(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes, int, Turn]]:
-    """All that there is, in any order, over and over."""
-    numbers = dice.sample(range(SESSIONS), SESSIONS)
+    """All that there is, in any order, and after a while in another."""
+    numbers = random.Random(at // 64).sample(range(SESSIONS), SESSIONS)
     return [(b"%d" % number, place, session(number)) for place, number in enumerate(numbers)]
 
 
@@ -186,11 +186,24 @@ def one_place(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[
     return [(name, 0, keys) for name, _, keys in standing(work, at, dice) + true(work, at, dice)[1:]]
 
 
-HOSTILE = (
-    absent, late, wrong, standing, backwards, opposite, shuffled, doubled, unknown,
-    everything, flipping, seldom_true, just_behind, beginnings, one_place,
-)  # fmt: skip
+SIMPLE = (absent, late, wrong, standing, backwards, opposite, shuffled, doubled, unknown)
+CUNNING = (everything, flipping, seldom_true, just_behind, beginnings, one_place)
 POLICIES = ("hints", "expected")
+
+
+def cases(told: dict[str, Sequence[Any]], seldom: dict[str, Sequence[Any]]) -> list[Any]:
+    """By policy; what is told seldom is for the long run of the tests alone."""
+    often = [pytest.param(each, policy, id=named(each, policy)) for policy in told for each in told[policy]]
+    return often + [
+        pytest.param(each, policy, id=named(each, policy), marks=pytest.mark.slow)
+        for policy in seldom
+        for each in seldom[policy]
+    ]
+
+
+def named(case: Any, policy: str) -> str:
+    words = case if isinstance(case, tuple) else (case,)
+    return "-".join([*(getattr(word, "__name__", str(word)) for word in words), policy])
 
 
 def replay(adversary: Adversary | None, eviction: str, seed: int = 1) -> float:
@@ -237,27 +250,34 @@ def lru() -> float:
     return replay(None, "lru")
 
 
-@pytest.mark.parametrize("eviction", POLICIES)
-@pytest.mark.parametrize("adversary", HOSTILE, ids=lambda adversary: adversary.__name__)
+@pytest.mark.parametrize(
+    ("adversary", "eviction"),
+    cases(
+        {"hints": SIMPLE, "expected": (*CUNNING, opposite, standing)},
+        {"hints": CUNNING, "expected": (absent, late, wrong, backwards, shuffled, doubled, unknown)},
+    ),
+)
 def test_no_hints_make_it_much_worse_than_lru(adversary: Adversary, eviction: str) -> None:
     rate = replay(adversary, eviction)
     assert rate >= lru() - WORSE_MAX, (rate, lru())
 
 
-@pytest.mark.parametrize("eviction", POLICIES)
+EXPECTED = [(adversary, ActionKind.EXPECT, True) for adversary in (late, wrong, standing, opposite, doubled)]
+BROUGHT = [(adversary, ActionKind.PREFETCH, False) for adversary in (standing, opposite)]
+CUNNING_ACTIONS = [(adversary, ActionKind.EXPECT, True) for adversary in (just_behind, flipping)]
+
+
 @pytest.mark.parametrize(
-    ("adversary", "kind", "cancels"),
-    [
-        *((adversary, ActionKind.EXPECT, True) for adversary in (late, wrong, standing, opposite, doubled)),
-        (just_behind, ActionKind.EXPECT, True),
-        (flipping, ActionKind.EXPECT, True),
-        *((adversary, ActionKind.PREFETCH, False) for adversary in (standing, opposite)),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
+    ("case", "eviction"),
+    cases(
+        {"hints": EXPECTED + BROUGHT, "expected": CUNNING_ACTIONS},
+        {"hints": CUNNING_ACTIONS, "expected": EXPECTED + BROUGHT},
+    ),
 )
 def test_no_actions_make_it_much_worse_than_lru(
-    adversary: Adversary, kind: ActionKind, cancels: bool, eviction: str
+    case: tuple[Adversary, ActionKind, bool], eviction: str
 ) -> None:
+    adversary, kind, cancels = case
     rate = replay_actions(adversary, kind, eviction, cancels=cancels)
     assert rate >= lru() - WORSE_MAX, (rate, lru())
 
@@ -293,8 +313,18 @@ def lru_beside() -> float:
     return beside(absent, absent, "lru")
 
 
-@pytest.mark.parametrize("of_bob", [opposite, everything, flipping, standing], ids=lambda each: each.__name__)
-@pytest.mark.parametrize("of_alice", [absent, true], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    ("of_alice", "of_bob"),
+    [
+        pytest.param(of_alice, of_bob, id=named(of_alice, of_bob.__name__), marks=marks)
+        for of_alice, of_bob, marks in (
+            (absent, everything, ()),
+            (true, opposite, ()),
+            *((each, flipping, pytest.mark.slow) for each in (absent, true)),
+            *((each, standing, pytest.mark.slow) for each in (absent, true)),
+        )
+    ],
+)
 def test_who_lies_costs_nobody_else_anything(of_alice: Adversary, of_bob: Adversary) -> None:
     """Under the default policy, what one tenant has beside another who lies is what it had if nobody told anything."""
     rate = beside(of_alice, of_bob, EVICTION)
