@@ -3,8 +3,9 @@
     {"generate": [{"tokens": [...], "max_tokens": 8, "salt": "..."}, ...], "abort": {"1": 3}}  -> {"outputs": [...]}
         all at once; request number 1 is aborted after 3 steps of the engine; "parameters": more of SamplingParams;
         "kv_hints": actions for the offloading; "handed": what a router hands on from another engine, which is in each
-        output too; "at": the step in which it comes; "events": [{"at": 3, "do": "reset"}, {"at": 5, "do": "signal",
-        "pid": 17, "number": 9}, ...]: between steps, what `happen` knows
+        output too; "embed": true: the prompt's embedding is wanted, of a pooling model; "at": the step in which it
+        comes; "events": [{"at": 3, "do": "reset"}, {"at": 5, "do": "signal", "pid": 17, "number": 9}, ...]: between
+        steps, what `happen` knows
     {"reset": true}     new weights epoch           -> {"reset": true or false}
     {"flush": 5.0}      until all is saved          -> {"flushed": ..., "worker": {...}, "scheduler": {...}}
     {"forget": true}    what a restart would make it forget
@@ -114,7 +115,7 @@ def happen(llm: Any, event: dict[str, Any]) -> None:
 def generate(
     llm: Any, wanted: list[dict[str, Any]], aborts: dict[str, int], events: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    from vllm import SamplingParams
+    from vllm import PoolingParams, SamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
@@ -126,17 +127,21 @@ def generate(
         prompt: dict[str, Any] = {"prompt_token_ids": request["tokens"]}
         if "salt" in request:
             prompt["cache_salt"] = request["salt"]
-        parameters = SamplingParams(
-            **{
-                "max_tokens": request.get("max_tokens", 8),
-                "temperature": 0,
-                "detokenize": False,
-                "logprobs": 1,
-                "ignore_eos": True,
-                "output_kind": RequestOutputKind.FINAL_ONLY,
-                "extra_args": {"kv_transfer_params": request["handed"]} if "handed" in request else None,
-                **request.get("parameters", {}),
-            }
+        parameters = (
+            PoolingParams(task="embed")
+            if request.get("embed")
+            else SamplingParams(
+                **{
+                    "max_tokens": request.get("max_tokens", 8),
+                    "temperature": 0,
+                    "detokenize": False,
+                    "logprobs": 1,
+                    "ignore_eos": True,
+                    "output_kind": RequestOutputKind.FINAL_ONLY,
+                    "extra_args": {"kv_transfer_params": request["handed"]} if "handed" in request else None,
+                    **request.get("parameters", {}),
+                }
+            )
         )
         name = f"r{generate.count}-{number}"
         more: dict[str, Any] = {}
@@ -163,7 +168,10 @@ def generate(
             if at == step:
                 engine.abort_request([f"r{generate.count}-{number}"])
         for output in engine.step():
-            if output.finished:
+            if output.finished and wanted[names[output.request_id]].get("embed"):
+                data = output.outputs.data.tolist()
+                outputs[names[output.request_id]] = {"data": data, "cached": output.num_cached_tokens}
+            elif output.finished:
                 best = output.outputs[0]
                 outputs[names[output.request_id]] = {
                     "tokens": list(best.token_ids),
