@@ -279,8 +279,8 @@ class _Conversation:
         )
 
     def _length(self, end: int) -> int:
-        """Of what is kept up to there, with the room that older tokens have, used or not: where cuts are must not depend
-        on what was chosen, or the choices could not all be asked for at once."""
+        """Of what is kept up to there, with the room that older tokens have, used or not: where cuts are must not
+        depend on what was chosen, or the choices could not all be asked for at once."""
         return self.head + (self.settings.mass_tokens if self.cuts else 0) + end - self.cut
 
     def _kept(self, end: int) -> tuple[int, ...]:

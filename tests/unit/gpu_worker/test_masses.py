@@ -1,4 +1,4 @@
-"""Old tokens that stay in a cut conversation because others attend to them: what is recorded, chosen, and found again."""
+"""Old tokens that stay in a cut conversation since others attend to them: what is recorded, chosen, and found again."""
 
 from __future__ import annotations
 
