@@ -110,11 +110,18 @@ def _write(item: Item, parts: list[str]) -> None:
     parts.append("</module>")
 
 
-def _argument(name: str) -> str:
-    """How it is given."""
-    if is_attribute_name(name):
-        return f'{name}="..." in this tag'
-    return f'<parameter name="{escape(name)}">...</parameter> in this element'
+def _argument(name: str, within: Path) -> str:
+    """How it is given in an element, to a module `within` it that the prompt does not name."""
+    plain = is_attribute_name(name)
+    if not within:
+        element = f'<parameter name="{escape(name)}">...</parameter>'
+        return f'{name}="..." in this tag' if plain else f"{element} in this element"
+    attribute = f' {name}="..."' if plain else ""
+    inner = "" if plain else f'<parameter name="{escape(name)}">...</parameter>'
+    written = f"<{within[-1]}{attribute}>{inner}</{within[-1]}>"
+    for one in reversed(within[:-1]):
+        written = f"<{one}>{written}</{one}>"
+    return f"{written} in this element"
 
 
 def _arguments(arguments: dict[str, str]) -> list[str]:
@@ -440,20 +447,20 @@ class _Parser:
                 if isinstance(item, _Message) and isinstance(one, FreeText):
                     message = item.tag
 
-    def _check_parameters(self, owner: _Owner, tag: Tag) -> None:
+    def _check_parameters(self, owner: _Owner, tag: Tag, within: Path = ()) -> None:
+        """`within`: members of unions that are there by default, from the element of `tag` down."""
         for name, parameter in owner.scope.parameters.items():
             if name not in owner.arguments and parameter.scaffold is None:
                 raise self.error(
                     tag,
                     f"parameter {name} has no argument, and no scaffold",
-                    f"write {_argument(name)}, with at most {parameter.length} tokens",
+                    f"write {_argument(name, within)}, with at most {parameter.length} tokens",
                 )
         assert self.schema is not None
         for union, member in owner.scope.scaffolds.items():
             if union not in owner.chosen:
-                self._check_parameters(
-                    _Owner(self.schema.scopes[(*owner.path, member)], (*owner.path, member), None), tag
-                )
+                path = (*owner.path, member)
+                self._check_parameters(_Owner(self.schema.scopes[path], path, None), tag, (*within, member))
 
     # ------------------------------------------------------------------------------------------------ arguments
 
