@@ -32,6 +32,7 @@ from kvstore.promptcache.schema import (
     settle,
 )
 
+_ENDS = ("module", *PARAMETER_TAGS, *ROLES, "prompt")
 Find = Callable[[str], Schema | None]
 """The schema of a name."""
 
@@ -173,10 +174,8 @@ class _Parser:
         self.find = find
         self.warnings = Warnings()
         self.schema: Schema | None = None
-        self.names: set[str] = set()
+        self.names: frozenset[str] = frozenset()
         """Of all modules of the schema, and collections."""
-        self.ends: set[str] = set()
-        """What may end, beside documents."""
         self.collections = False
         self.preserve = False
         self.stack: list[_Open] = []
@@ -273,11 +272,9 @@ class _Parser:
                 f"there is no schema {name[:80]}",
                 "see kvctl promptcache list, or put it: kvctl promptcache put",
             )
-        scopes = self.schema.scopes.values()
-        self.names = {name for scope in scopes for name in (*scope.modules, *scope.collections)}
-        self.ends = {*self.names, "module", *PARAMETER_TAGS, *ROLES, "prompt"}
-        self.reader.also(self.names)
-        self.collections = any(scope.collections for scope in scopes)
+        self.names = self.schema.names
+        self.reader.also(self.schema.unusual)
+        self.collections = any(scope.collections for scope in self.schema.scopes.values())
         self.preserve = tag.attributes.get("space", tag.attributes.get("xml:space")) == "preserve"
         owner = _Owner(self.schema.scopes[()], (), None)
         self._arguments(owner, tag, skip=("schema", "space", "xml:space"))
@@ -360,7 +357,8 @@ class _Parser:
             (at for at in reversed(range(len(self.stack))) if self.stack[at].tag.name == tag.name), None
         )
         if depth is None:
-            if self.stack and tag.name not in self.ends:
+            known = tag.name in self.names or tag.name in _ENDS
+            if self.stack and not known:
                 raise self._not_there(self.stack[-1].owner, tag, tag.name)
             self.warnings.add(tag, "ends nothing that was begun, and is ignored")
             return
