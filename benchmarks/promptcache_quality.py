@@ -225,8 +225,9 @@ def musique(folder: Path, count: int) -> list[Question]:
 
 
 def answer_in(text: str, answers: Sequence[str]) -> str:
-    """The first of these that the text has; "" without."""
-    return next((answer for answer in answers if answer in text), "")
+    """The first of these that the text has, as that writes it; "" without."""
+    places = ((text.lower().find(answer.lower()), len(answer)) for answer in answers)
+    return next((text[at : at + size] for at, size in places if at >= 0), "")
 
 
 def around(text: str, answer: str) -> str:
