@@ -139,6 +139,8 @@ class Schema:
     """Of all modules and collections: what begins a tag in its prompts."""
     unusual: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
     """Of these, names that are no element's elsewhere."""
+    characters: int = field(default=0, repr=False, compare=False)
+    """Of the text."""
 
     @property
     def modules(self) -> Iterator[tuple[Path, Module]]:
@@ -514,6 +516,7 @@ class _Parser:
             self.digest,
             names,
             frozenset(name for name in names if not is_plain_name(name)),
+            len(self.reader.text),
         )
 
     # ---------------------------------------------------------------------------------------------- parameters
