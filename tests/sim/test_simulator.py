@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.sim.__main__ import main
-from kvstore.sim.canaries import CANARIES, planted
+from kvstore.sim.canaries import CANARIES, REMOTE_CANARIES, planted
 from kvstore.sim.faults import KINDS
 from kvstore.sim.simulation import CLUSTERS, Simulation, SimulationFailed, shrink
 from kvstore.types import Protection
@@ -56,11 +56,7 @@ def test_a_seed_that_failed_once(seed: str, protection: str, steps: str) -> None
         *((name, "ssd") for name in CANARIES),
         ("reuse-late-read", "memory"),
         ("trust-disk", "memory"),
-        ("any-record", "remote"),
-        ("forgotten-elsewhere", "remote"),
-        ("record-too-new", "remote"),
-        ("overwrite-newer-session", "remote"),
-        ("tell-derived-session", "remote"),
+        *((name, "remote") for name in REMOTE_CANARIES),
     ],
 )
 def test_a_planted_bug_is_found(name: str, tier: str) -> None:
