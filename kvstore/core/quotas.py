@@ -35,6 +35,11 @@ class Quotas:
             Tier.SSD: limits.ssd_quotas,
             Tier.REMOTE: limits.remote_quotas,
         }
+        # A counter that begins with its first refusal raises no alert then.
+        if limits.dram_quotas:
+            state.counters["dram_quota_refusals"] += 0
+        if limits.ssd_quotas:
+            state.counters["ssd_quota_refusals"] += 0
         self.namespaces: dict[str, list[Namespace]] = {}
         """By tenant."""
 

@@ -19,6 +19,10 @@ OTHERS = {
     "copy_threads": ("3", "3", 3),
     "remote_threads": ("3", "3", 3),
     "remote_writes": ("off", '"off"', "off"),
+    **dict.fromkeys(
+        ("dram_quotas", "ssd_quotas", "remote_quotas"),
+        ("alice=8G,*=1", '{alice = "8G", "*" = 1}', {"alice": 8 << 30, "*": 1}),
+    ),
     "metrics_host": ("0.0.0.0", "'0.0.0.0'", "0.0.0.0"),
 }
 """Settings that do not take just any value: as text, in TOML, and as they are."""
