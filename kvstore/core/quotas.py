@@ -11,14 +11,13 @@ says QUOTA. What others use changes nothing of this, so a quota protects them, a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
+from kvstore.core.limits import Limits
 from kvstore.core.namespaces import Namespace
+from kvstore.core.pool import Pool
 from kvstore.types import Tier
-
-if TYPE_CHECKING:
-    from kvstore.core.state import State
 
 EVERYBODY = "*"
 """In a table of quotas: every tenant that it does not name."""
@@ -27,9 +26,8 @@ SETTINGS = {Tier.DRAM: "dram_quotas", Tier.SSD: "ssd_quotas", Tier.REMOTE: "remo
 
 
 class Quotas:
-    def __init__(self, state: State) -> None:
-        limits = state.limits
-        self._state = state
+    def __init__(self, limits: Limits, arena: Pool, counters: Counter[str]) -> None:
+        self._arena = arena
         self._tables: dict[Tier, Mapping[str, int]] = {
             Tier.DRAM: limits.dram_quotas,
             Tier.SSD: limits.ssd_quotas,
@@ -37,9 +35,9 @@ class Quotas:
         }
         # A counter that begins with its first refusal raises no alert then.
         if limits.dram_quotas:
-            state.counters["dram_quota_refusals"] += 0
+            counters["dram_quota_refusals"] += 0
         if limits.ssd_quotas:
-            state.counters["ssd_quota_refusals"] += 0
+            counters["ssd_quota_refusals"] += 0
         self.namespaces: dict[str, list[Namespace]] = {}
         """By tenant."""
 
@@ -77,7 +75,7 @@ class Quotas:
 
     def dram_bytes(self, tenant: str) -> int:
         """Of slots that are not free."""
-        pool = self._state.pool
+        pool = self._arena
         used = 0
         for namespace in self.namespaces.get(tenant, ()):
             for size in set(namespace.slot_bytes):

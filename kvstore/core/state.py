@@ -192,11 +192,11 @@ class State:
     def __post_init__(self) -> None:
         limits = self.limits
         self.directory = Directory(self)
-        self.quotas = Quotas(self)
         self.sessions = SessionBook(self.jobs)
         self.pool = Pool(
             segment_bytes=limits.segment_bytes, count=limits.segment_count, alignment=limits.slot_alignment
         )
+        self.quotas = Quotas(limits, self.pool, self.counters)
         self.batch_min = limits.batch_min
         self.policy = POLICIES[limits.eviction](self.chunks, limits.batch_min)
         self.policy.lives_min = limits.lives_min
