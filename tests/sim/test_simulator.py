@@ -26,8 +26,12 @@ KEPT = [line.split("#")[0].split() for line in Path(__file__).with_name("seeds.t
 STEPS = 2_500
 FRESH = 3
 CANARY_RUNS_MAX = 12
-CANARY_SEEDS = {"reuse-late-read": 9, "evict-pinned": 9, "plan-old-session": 9, "forgotten-elsewhere": 4}
-"""From where on, for bugs that two runs in five find: more than five of the runs that follow do, with either tier."""
+CANARY_SEEDS = {
+    **{"reuse-late-read": 9, "evict-pinned": 9, "plan-old-session": 9, "forgotten-elsewhere": 4},
+    **{"over-dram-quota": 3, "over-ssd-quota": 8, "over-remote-quota": 8},
+}
+"""From where on, for bugs that two runs in five find (more than five of the runs that follow do, with either tier), or
+that only runs with a quota can."""
 
 
 @pytest.mark.parametrize("number", range(FRESH))
