@@ -40,6 +40,8 @@ SIBLINGS_MAX = 512
 """Chunks of the members of unions that a prompt did not choose, which are told the daemon."""
 KEPT_MAX = 64
 """Schemas, layouts and encodings that are kept, each."""
+LISTED_MAX = 3
+"""How often the versions of a schema are asked for that is edited meanwhile."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -63,19 +65,39 @@ class DaemonLibrary:
     def versions(self, name: str) -> Sequence[Schema]:
         try:
             client = self._client = self._client or self._connect()
-            rows = [row for row in list_schemas(client, name=name, all_versions=True) if row.name == name]
-            found = tuple(
-                self._schemas.get(row.digest, lambda row=row: self._read(client, name, row.digest))  # type: ignore[misc]
-                for row in rows
-            )
-        except NotFound:
-            return ()
+            found = self._found(client, name)
         except Unavailable:
             if (last := self._last.peek(name)) is not None:
                 return last
             raise
         self._last.put(name, found)
         return found
+
+    def _found(self, client: Client, name: str) -> tuple[Schema, ...]:
+        for _ in range(LISTED_MAX):
+            rows = [row for row in list_schemas(client, name=name, all_versions=True) if row.name == name]
+            found: list[Schema] = []
+            try:
+                for row in rows:
+                    if (schema := self._version(client, name, row.digest, current=not found)) is not None:
+                        found.append(schema)
+            except NotFound:
+                continue  # the current version was removed, or replaced more often than versions are kept
+            return tuple(found)
+        return ()
+
+    def _version(self, client: Client, name: str, digest: bytes, *, current: bool) -> Schema | None:
+        """None for an earlier one that is not there any more, or that is no schema to this worker."""
+        try:
+            return self._schemas.get(digest, lambda: self._read(client, name, digest))
+        except NotFound:
+            if current:
+                raise
+        except PmlError as error:
+            if current:
+                raise
+            log.warning("an earlier version of %s is left out: %s", name, error)
+        return None
 
     def _read(self, client: Client, name: str, digest: bytes) -> Schema:
         return parse_schema(get_schema(client, name, digest=digest).text, document=name)

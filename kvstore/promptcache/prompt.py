@@ -17,6 +17,7 @@ from kvstore.promptcache.markup import (
     Warnings,
     decode,
     escape,
+    is_attribute_name,
     tag_error,
 )
 from kvstore.promptcache.schema import (
@@ -109,6 +110,13 @@ def _write(item: Item, parts: list[str]) -> None:
     parts.append("</module>")
 
 
+def _argument(name: str) -> str:
+    """How it is given."""
+    if is_attribute_name(name):
+        return f'{name}="..." in this tag'
+    return f'<parameter name="{escape(name)}">...</parameter> in this element'
+
+
 def _arguments(arguments: dict[str, str]) -> list[str]:
     """As elements: a parameter may have a name that no attribute can have."""
     return [
@@ -160,6 +168,8 @@ class _Parser:
         self.schema: Schema | None = None
         self.names: set[str] = set()
         """Of all modules of the schema, and collections."""
+        self.ends: set[str] = set()
+        """What may end, beside documents."""
         self.collections = False
         self.preserve = False
         self.stack: list[_Open] = []
@@ -258,6 +268,8 @@ class _Parser:
             )
         scopes = self.schema.scopes.values()
         self.names = {name for scope in scopes for name in (*scope.modules, *scope.collections)}
+        self.ends = {*self.names, "module", *PARAMETER_TAGS, *ROLES, "prompt"}
+        self.reader.also(self.names)
         self.collections = any(scope.collections for scope in scopes)
         self.preserve = tag.attributes.get("space", tag.attributes.get("xml:space")) == "preserve"
         owner = _Owner(self.schema.scopes[()], (), None)
@@ -341,7 +353,7 @@ class _Parser:
             (at for at in reversed(range(len(self.stack))) if self.stack[at].tag.name == tag.name), None
         )
         if depth is None:
-            if self.stack and tag.name not in (*self.names, "module", *PARAMETER_TAGS, *ROLES, "prompt"):
+            if self.stack and tag.name not in self.ends:
                 raise self._not_there(self.stack[-1].owner, tag, tag.name)
             self.warnings.add(tag, "ends nothing that was begun, and is ignored")
             return
@@ -434,7 +446,7 @@ class _Parser:
                 raise self.error(
                     tag,
                     f"parameter {name} has no argument, and no scaffold",
-                    f'write {name}="..." in this tag, with at most {parameter.length} tokens',
+                    f"write {_argument(name)}, with at most {parameter.length} tokens",
                 )
         assert self.schema is not None
         for union, member in owner.scope.scaffolds.items():
