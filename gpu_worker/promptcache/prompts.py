@@ -79,7 +79,7 @@ class DaemonLibrary:
     def _found(self, client: Client, name: str) -> tuple[Schema, ...]:
         for _ in range(LISTED_MAX):
             rows = [row for row in list_schemas(client, name=name, all_versions=True) if row.name == name]
-            found = []
+            found: list[Schema] = []
             try:
                 for row in rows:
                     if (schema := self._version(client, name, row.digest, current=not found)) is not None:
