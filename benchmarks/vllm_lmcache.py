@@ -22,7 +22,6 @@ import argparse
 import json
 import os
 import random
-import signal
 import socket
 import statistics
 import subprocess
@@ -464,7 +463,6 @@ def main() -> int:
     if options.engine is not None:
         serve(str(options.model), options.engine)
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended then, too
     ssd = options.part == "ssd"
     models = sorted((ROOT / ".cache" / "models").glob("random-wide-small-*" if ssd else "smollm2-*"))
     if options.model is None and not models:

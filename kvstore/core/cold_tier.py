@@ -243,6 +243,9 @@ class ColdTier(ABC):
             ),
         )
 
+    def refused(self, namespace: Namespace, key: ChunkKey, why: str) -> None:
+        """A resident chunk is not going to be written now: whoever waits until it is durable is told why."""
+
     def await_gone(self, ticket: ev.Ticket | None, count: int) -> ev.Done | None:
         """The answer of a Forget of `count`: now, if no restart can bring back what was dropped until now; else None,
         and `ticket` gets it later, within a bounded time."""

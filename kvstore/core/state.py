@@ -50,6 +50,7 @@ from kvstore.core.manifests import SessionBook
 from kvstore.core.namespaces import Namespace
 from kvstore.core.policies import POLICIES, Policy
 from kvstore.core.pool import Phase, Pool, Segment
+from kvstore.core.quotas import Quotas
 from kvstore.core.rate import Rate
 from kvstore.core.reservation import Reservation
 from kvstore.core.ssd.cold import Cold
@@ -103,6 +104,7 @@ class State:
     disk_state: DiskState = DiskState.ABSENT
     disk_why: str = ""
     """Why it is not OK."""
+    quotas: Quotas = field(init=False)
     disk_full: bool = False
     """No slot can be freed on SSD: what is saved now stays in DRAM alone."""
     policy: Policy = field(init=False)
@@ -201,6 +203,7 @@ class State:
         self.pool = Pool(
             segment_bytes=limits.segment_bytes, count=limits.segment_count, alignment=limits.slot_alignment
         )
+        self.quotas = Quotas(limits, self.pool, self.counters)
         self.batch_min = limits.batch_min
         self.policy = POLICIES[limits.eviction](self.chunks, limits.batch_min)
         self.policy.lives_min = limits.lives_min
@@ -288,8 +291,11 @@ class State:
         self.policy.opened(namespace)
         namespace.dram = self.policy.candidates()
         header = self.limits.disk_header_bytes
-        sizes = frozenset(self.ssd_slots.slot_bytes(header + length) for length in namespace.shard_bytes)
-        namespace.ssd = self.cold.of(sizes)
+        slots = [self.ssd_slots.slot_bytes(header + length) for length in namespace.shard_bytes]
+        namespace.ssd_chunk_bytes = sum(slots)
+        of_its_own = namespace.tenant if self.quotas.has(Tier.SSD, namespace.tenant) else ""
+        namespace.ssd = self.cold.of(frozenset(slots), of_its_own)
+        self.quotas.opened(namespace)
         if self.limits.directory:
             self.directory.opened(namespace)
 
@@ -300,6 +306,7 @@ class State:
             self.policy.closed(namespace.id)
             if namespace.directory_rows_max:
                 self.directory.gone(namespace)
+        self.quotas.gone(gone)
         self.cold.keep([namespace.ssd for namespace in self.namespaces.values()])
 
     def own_namespace(self, worker: Worker, namespace_id: NamespaceId) -> Namespace:
@@ -728,6 +735,7 @@ class State:
         if not self.chunks.flags[row] & STORED:
             return
         self.cold_tier.drop(row, corrupt=quarantine)
+        namespace.below -= 1
         self.chunks.flags[row] &= ~(STORED | DURABLE)
         self.note(row)
         self.delete_record(namespace.id, self.chunks.key[row])

@@ -66,8 +66,8 @@ def test_tombstones_are_read_back(
     assert tombstones.unpack(packed) == known
     assert all(tombstones.unpack(packed[:length]) != known for length in range(len(packed)))
     lines = tombstones.to_lines(known, pending)
-    assert tombstones.from_lines(lines) == (known, pending)
-    cut, _ = tombstones.from_lines(lines[: len(lines) // 2])  # a crash in the middle of it
+    assert tombstones.from_lines(lines) == (known, pending, True)
+    cut, _, _ = tombstones.from_lines(lines[: len(lines) // 2])  # a crash in the middle of it
     assert cut.at.items() <= known.at.items()
 
 

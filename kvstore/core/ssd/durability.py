@@ -610,6 +610,17 @@ class Durability:
             )
         self.waits = self.waits or {}  # what was emptied from its front keeps the holes
 
+    def refused(self, chunk: tuple[NamespaceId, ChunkKey], why: str) -> None:
+        """Nobody waits any longer for what is not going to be written."""
+        for number, wait in list(self._waits_of.get(chunk, {}).items()):
+            del self.waits[number]
+            for missing in wait.missing:
+                others = self._waits_of[missing]
+                del others[number]
+                if not others:
+                    del self._waits_of[missing]
+            self._answer_not_durable(wait.ticket, why)
+
     def fail_waits(self, why: str) -> None:
         """The tier degrades: nobody waits for it."""
         for wait in self.waits.values():

@@ -194,6 +194,7 @@ def _chunks(
     namespace.index.update(zip(keys, range(first, first + count), strict=True))
     state.policy.add_last_many(namespace.ssd, np.arange(first, first + count))
     namespace.cold += count
+    namespace.below += count
     done.chunks += count
 
 
