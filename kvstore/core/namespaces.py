@@ -42,6 +42,10 @@ class Namespace:
     """A newer weights epoch was opened: nothing is served any more."""
     visible: int = 0
     cold: int = 0
+    below: int = 0
+    """Chunks that have room on SSD: STORED, or about to be (STORING)."""
+    ssd_chunk_bytes: int = 0
+    """Slots of one chunk on SSD in bytes: what quotas charge."""
     partial: int = 0
     pinned: int = 0
     sessions: int = 0

@@ -120,13 +120,16 @@ class Segments:
     def allocate(
         self, namespace: Namespace, slot_bytes: int, row: int, sooner_than: int = -1
     ) -> tuple[Segment, int] | None:
-        """A RESERVED slot for chunk row `row`, or None (the save is dropped, or tried again).
+        """A RESERVED slot for chunk row `row`, or None (the save is dropped, or tried again). A tenant at its quota
+        gives way to itself first.
 
         free slot of the class -> idle segment -> empty segment of the namespace's own
           -> another namespace's segment, if that is no worse than evicting our own oldest (it comes later)
           -> our own oldest chunk -> an expired lease of ours
         """
         pool = self.state.pool
+        if not self._fits_quota(namespace, slot_bytes, sooner_than):
+            return None
         self.used_last = namespace, slot_bytes
         taken = self._take(namespace, slot_bytes, row)
         if taken is not None:
@@ -152,6 +155,8 @@ class Segments:
     def with_free(self, namespace: Namespace, slot_bytes: int, count: int) -> SlabClass | None:
         """The class, if it has `count` free slots without anything being evicted; an idle segment may become its."""
         pool = self.state.pool
+        if self.state.quotas.dram_left(namespace.tenant) < count * slot_bytes:
+            return None
         self.used_last = namespace, slot_bytes
         slab = pool.classes.get((namespace.id, slot_bytes))
         if slab is None or slab.free < count:
@@ -161,6 +166,19 @@ class Segments:
             self._assign(idle, namespace, slot_bytes)
             slab = pool.classes[namespace.id, slot_bytes]
         return slab if slab.free >= count else None
+
+    def _fits_quota(self, namespace: Namespace, slot_bytes: int, sooner_than: int) -> bool:
+        """Whether the tenant may have one more slot. Chunks of its own go for it, first of the namespace whose next
+        victim was used longest ago."""
+        quotas, policy = self.state.quotas, self.state.policy
+        while quotas.dram_left(namespace.tenant) < slot_bytes:
+            oldest = [(policy.oldest_use(mine.dram), mine) for mine in quotas.namespaces[namespace.tenant]]
+            oldest.sort(key=lambda one: NEVER if one[0] is None else one[0])
+            if not any(self._evict_one(mine, sooner_than) for _, mine in oldest):
+                if sooner_than < 0:
+                    self.state.counters["dram_quota_refusals"] += 1
+                return False
+        return True
 
     def take_over(self, namespace: Namespace, keys: Sequence[ChunkKey]) -> list[int]:
         """Where nothing is free: rows for the first of these new keys, in the slots of the oldest chunks. None where

@@ -5,7 +5,7 @@ Rules (docs/promptcache.md has them with examples):
     1. A tag begins at `<` before an element's name, or before `/` and an element's name, if a blank, `/` or `>` follows
        the name. Every other `<` is text, and so are `>` and `&`.
     2. A tag ends at `>`. Its attributes are NAME, NAME=VALUE, NAME="VALUE" or NAME='VALUE'. What looks like a tag and
-       has no such form is text, unless a quoted value was read: then it is an error.
+       has no such form is text, unless there is a value in quotes: then it is an error.
     3. `<!-- ... -->` is dropped. `<![CDATA[ ... ]]>` is text as it stands. Where the end is missing, both are text.
     4. `&lt; &gt; &amp; &quot; &apos; &#N; &#xN;` stand for one character. Every other `&` is text, so no entity grows.
     5. `<?xml ...?>` and `<!DOCTYPE ...>` are dropped before the root element alone; declarations inside a DOCTYPE are
@@ -89,13 +89,27 @@ class Piece:
 _NAME = r"\w[\w.:+@-]{0,255}"
 _AFTER_NAME = r"(?=[\s/>])"
 _ANY_TAG = re.compile(rf"<(?:(/?)({_NAME}){_AFTER_NAME}|!--|!\[CDATA\[)")
+_PLAIN_NAME = re.compile(_NAME)
+_ANY_NAME = re.compile(rf"<(?:!--|!\[CDATA\[|(/?)([^\s/<>='\"]{{1,256}}){_AFTER_NAME})")
+"""A tag of any name that has no blank, no quote and none of / < > =, as `.gitignore`, `c#` or `हिन्दी`."""
+_QUOTED_VALUE = re.compile(r"""[^\s<>"'=]{1,256}\s*=\s*["']""")
 _SPACE = re.compile(r"\s*")
 _END = re.compile(r"/?>")
-_ATTRIBUTE = re.compile(r"(\w[\w.:-]{0,255})(\s*=\s*)?")
+_ATTRIBUTE_NAME = re.compile(r"\w[\w.:-]{0,255}")
+_ATTRIBUTE = re.compile(rf"({_ATTRIBUTE_NAME.pattern})(\s*=\s*)?")
 _BARE_VALUE = re.compile(r"""(?:[^\s<>"'=`/]|/(?!>))+""")
 _ENTITY = re.compile(r"&(?:(lt|gt|amp|quot|apos)|#([0-9]{1,7})|#x([0-9a-fA-F]{1,6}));")
 _PROLOG = re.compile(r"\s*(?:<\?xml\b|<!DOCTYPE\b|<!--)", re.IGNORECASE)
 _NAMED = {"lt": "<", "gt": ">", "amp": "&", "quot": '"', "apos": "'"}
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether it is the name of an element wherever it stands behind a <."""
+    return _PLAIN_NAME.fullmatch(name) is not None
+
+
+def is_attribute_name(name: str) -> bool:
+    return _ATTRIBUTE_NAME.fullmatch(name) is not None
 
 
 def tag_pattern(names: tuple[str, ...]) -> re.Pattern[str]:
@@ -170,11 +184,18 @@ class Reader:
         self.text = text
         self.document = document
         self._pattern = pattern
+        self._unusual: frozenset[str] = frozenset()
         self._at = 0
         """Up to here lines are counted:"""
         self._line = 1
         self._line_start = 0
         self._no_comment_end = self._no_cdata_end = False
+
+    def also(self, names: frozenset[str]) -> None:
+        """From here on these are names of elements, too: none of them is plain."""
+        self._unusual = names
+        if self._unusual:
+            self._pattern = _ANY_NAME
 
     def place(self, offset: int) -> tuple[int, int]:
         """Line and column. Fast where `offset` grows from call to call."""
@@ -205,13 +226,17 @@ class Reader:
         parts: list[str] = []
         candidates = 0
         while (found := self._pattern.search(text, at)) is not None:
+            name = found[2]
+            if self._unusual and name and name not in self._unusual and not is_plain_name(name):
+                at = found.end()
+                continue
             candidates += 1
             if candidates > TAGS_MAX:
                 raise self.error(
                     f"has more than {TAGS_MAX} tags", found.start(), remedy="divide the document into several"
                 )
             begin = found.start()
-            if found[2] is None:
+            if name is None:
                 end, literal = self._special(found)
                 if end < 0:
                     at = found.end()
@@ -282,7 +307,7 @@ class Reader:
                 break
             name = _ATTRIBUTE.match(text, at) if apart else None
             if name is None or found[1]:
-                if quoted:
+                if quoted or _QUOTED_VALUE.match(text, at):
                     raise self._broken(begin)
                 return None, at
             at = name.end()

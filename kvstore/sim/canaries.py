@@ -19,6 +19,7 @@ from kvstore.core.policies import Candidates
 from kvstore.core.policies.expected import Expected
 from kvstore.core.policies.hints import Hints
 from kvstore.core.pool import Pool, Segment
+from kvstore.core.quotas import Quotas
 from kvstore.core.remote.forgets import Forgets
 from kvstore.core.remote.saves import RemoteSaves
 from kvstore.core.remote.sessions import SharedSessions
@@ -418,6 +419,30 @@ def _one_victim(original: Original) -> Any:
     return evict_unneeded
 
 
+def _no_dram_quota(original: Original) -> Any:
+    """A tenant takes slots without end as long as some are free."""
+    return lambda segments, namespace, slot_bytes, sooner_than: True
+
+
+def _no_ssd_quota(original: Original) -> Any:
+    """What is used on SSD is counted too low: what is being written is forgotten."""
+    return lambda quotas, tenant: original(quotas, tenant) // 2
+
+
+def _no_remote_quota(original: Original) -> Any:
+    """What goes for a chunk of a tenant at its quota may be anybody's."""
+
+    def giving_way(saves: RemoteSaves, names: Any, room: int, size: int, worth: float) -> Any:
+        own = saves.stored_of.values()
+        return (
+            {}
+            if names == () or any(names is mine for mine in own)
+            else original(saves, names, room, size, worth)
+        )
+
+    return giving_way
+
+
 def _any_record(original: Original) -> Any:
     """Whatever record is under a name is taken for the one that was asked for."""
     return lambda header, **wanted: ""
@@ -463,6 +488,7 @@ def _told_whole(original: Original) -> Any:
 
 
 REMOTE_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
+    "over-remote-quota": (RemoteSaves, "_giving_way", _no_remote_quota),
     "any-record": (records, "refusal", _any_record),
     "forgotten-elsewhere": (Forgets, "_drop", _still_here),
     "record-too-new": (RemoteSaves, "_store", _too_new),
@@ -472,6 +498,8 @@ REMOTE_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
 """What only a run with a REMOTE store finds."""
 
 CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
+    "over-dram-quota": (Segments, "_fits_quota", _no_dram_quota),
+    "over-ssd-quota": (Quotas, "ssd_bytes", _no_ssd_quota),
     "late-bump": (State, "take_effects", _late_bump),
     "early-publish": (Directory, "take", _early_publish),
     "reuse-row": (Directory, "forget", _row_reused),

@@ -53,6 +53,21 @@ CLUSTERS: dict[str, type[Cluster]] = {"ssd": Cluster, "memory": MemoryCluster, "
 Action = Callable[[], None]
 
 
+def _quotas(chance: random.Random) -> dict[str, dict[str, int]]:
+    """Of one run in four: for one tenant, or for each, in some of the tiers."""
+    if chance.randrange(4):
+        return {}
+    return {
+        name: {tenant: PAGE * chance.choice(pages) for tenant in chance.choice((("alice",), ("alice", "*")))}
+        for name, pages in (
+            ("dram_quotas", (8, 24, 80)),
+            ("ssd_quotas", (24, 80, 240)),
+            ("remote_quotas", (8, 40)),
+        )
+        if chance.random() < 0.7
+    }
+
+
 class SimulationFailed(Exception):
     """What failed, in which run, and how to see it again."""
 
@@ -140,6 +155,7 @@ class Simulation:
             index_sessions_share=index.choice((0.25, 0.5, 0.75)),
             eviction=chance.choice(("hints", *POLICIES)),
             lives_min=30,
+            **_quotas(random.Random(f"quotas {seed}")),
         )
         self.cluster.watch._full_every = FULL_EVERY
         self.members = self._people()

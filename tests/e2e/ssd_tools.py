@@ -19,6 +19,8 @@ from kvstore.sim.daemon import FAULTS
 from kvstore.types import ChunkKey, GrantResult, Outcome, Reason, Wait
 from kvstore.v1 import stats_pb2, stats_pb2_grpc
 
+from ..waiting import eventually as eventually
+
 BOUND_S = 20.0
 """Every wait in these tests ends by then; it is a failure, never a measurement."""
 CHUNK = 64 << 10
@@ -57,15 +59,6 @@ class Weather:
 
     def clear(self) -> None:
         self.set(FAIR)
-
-
-def eventually(what: Callable[[], Any], why: Callable[[], object] = lambda: "it never became true") -> Any:
-    """Poll until `what` answers something true."""
-    deadline = time.monotonic() + BOUND_S
-    while not (found := what()):
-        assert time.monotonic() < deadline, why()
-        time.sleep(0.005)
-    return found
 
 
 def client_of(daemon: Any, **settings: Any) -> Client:

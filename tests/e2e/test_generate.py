@@ -5,10 +5,11 @@ from __future__ import annotations
 import signal
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from kvstore.gpu_worker.generate import StoredGenerator
 
+from ..small_models import tiny_llama
 from .conftest import Daemon
 
 T = 16
@@ -16,20 +17,7 @@ T = 16
 
 def tiny() -> LlamaForCausalLM:
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama(layers=3)
 
 
 def test_a_batch_that_comes_back(daemon: Daemon) -> None:

@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -23,20 +22,13 @@ from kvstore.transport.attach import OUTSTANDING_MAX
 from kvstore.transport.lane import READ_BYTES
 from kvstore.v1 import descriptor_pb2, store_pb2
 
+from ..waiting import eventually
 from .test_hostile import lingering
 
 BOUND_S = 20.0
 
 SPEC = NamespaceSpec("lane", b"w", "test:bytes", 64, (GroupSpec("full", 4096),))
 STAGING = descriptor_pb2.DescriptorRequest(staging=descriptor_pb2.StagingRequest(bytes=8 << 20))
-
-
-def eventually(what):
-    deadline = time.monotonic() + BOUND_S
-    while not (found := what()):
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.005)
-    return found
 
 
 def descriptors(daemon) -> int:

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from kvstore.client import Client, connect
 from kvstore.client.schemas import put_schema
 from kvstore.promptcache.tokenizer import CHATML
 
+from ..small_models import tiny_llama
 from .ssd_tools import SMALL_SSD
 from .test_worker import BOUND_S, WorkerProcess, eventually
 
@@ -30,21 +31,8 @@ pytestmark = [pytest.mark.timeout(6 * BOUND_S), pytest.mark.slow]  # several pro
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama that reads bytes."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        eos_token_id=None,
-    )
     folder = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_llama(layers=3).save_pretrained(folder)
     vocabulary = {letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

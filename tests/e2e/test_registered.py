@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from kvstore.client import connect
 from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.segments import Path
 
+from ..small_models import tiny_llama
 from ..unit.gpu_worker.emulated import EmulatedDevice, Trusting
 from .conftest import BOUND_S, Daemon
 
@@ -27,20 +28,7 @@ Make = Callable[..., tuple[BatchEngine, EmulatedDevice]]
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama(layers=3)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,8 @@ import pytest
 from kvstore.client import Client, Namespace, connect
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.types import ChunkKey, Reason
+
+from ..waiting import eventually
 
 BOUND_S = 20.0
 SHARD = 1 << 20
@@ -62,13 +63,6 @@ def check(space: Namespace, keys: list[ChunkKey]) -> None:
 def slots(client: Client) -> tuple[int, int]:
     pools = client.stats().pools
     return sum(pool.reserved for pool in pools), sum(pool.quarantined for pool in pools)
-
-
-def eventually(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + BOUND_S
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("order", [1, -1])

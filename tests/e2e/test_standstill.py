@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from kvstore.errors import StoreError
 from kvstore.types import GrantResult
 from kvstore.v1 import bytes_pb2, stats_pb2, store_pb2
 
+from ..waiting import eventually
 from .raw_http2 import Http2, in_header
 from .standing_process import SPEC, keys_of, load, save
 from .test_daemon_requests import frames_of, put
@@ -33,14 +33,6 @@ from .test_daemon_start_stop import free_port
 BOUND_S = 20.0
 PROGRAM = Path(__file__).with_name("standing_process.py")
 SETTINGS = {"peer_timeout_ms": 400, "staging_bytes": 16 << 20, "staging_bytes_max": 256 << 20}
-
-
-def eventually(what: Callable[[], Any], why: str = "it never became true") -> Any:
-    deadline = time.monotonic() + BOUND_S
-    while not (found := what()):
-        assert time.monotonic() < deadline, why
-        time.sleep(0.01)
-    return found
 
 
 def stopped(pid: int) -> bool:

@@ -11,14 +11,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from kvstore.client import Client, Namespace, connect
 from kvstore.gpu_worker.attention import NAME
@@ -26,6 +25,9 @@ from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.identity import Identity, inert
 from kvstore.gpu_worker.layout import Geometry, namespace_of
 from kvstore.layout import NamespaceSpec
+
+from ..small_models import tiny_llama
+from ..waiting import eventually as eventually
 
 BOUND_S = 60.0
 """Every wait ends by then (a worker imports torch first); it is a failure, never a measurement."""
@@ -45,33 +47,12 @@ def text(count: int, seed: int = 1) -> list[int]:
     return tokens
 
 
-def eventually(what: Callable[[], Any], bound_s: float = BOUND_S) -> Any:
-    deadline = time.monotonic() + bound_s
-    while not (found := what()):
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.005)
-    return found
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with four layers: 64 KiB a chunk."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        eos_token_id=None,
-    )
     folder = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_llama().save_pretrained(folder)
     return folder
 
 
@@ -305,7 +286,7 @@ def test_a_worker_killed_in_mid_load_pins_nothing(
     before = held(client)
     assert before["leases"] == 1 and before["pinned_bytes"] > 0
     victim.kill()
-    eventually(lambda: held(client) == dict.fromkeys(before, 0), GONE_S)
+    eventually(lambda: held(client) == dict.fromkeys(before, 0), bound_s=GONE_S)
     if forked:
         os.kill(victim.child(), 0)  # it lives
     result = other.turn(prompt)
@@ -330,7 +311,7 @@ def test_a_worker_killed_in_mid_save_reserves_nothing(
     before = held(client)
     assert before["reservations"] == 1 and before["reserved"] > 0
     victim.kill()
-    eventually(lambda: held(client) == dict.fromkeys(before, 0), GONE_S)
+    eventually(lambda: held(client) == dict.fromkeys(before, 0), bound_s=GONE_S)
     if forked:
         os.kill(victim.child(), 0)
     result = other.turn(prompt)  # of a save that was not committed nothing is visible

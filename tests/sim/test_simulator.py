@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.sim.__main__ import main
-from kvstore.sim.canaries import CANARIES, planted
+from kvstore.sim.canaries import CANARIES, REMOTE_CANARIES, planted
 from kvstore.sim.faults import KINDS
 from kvstore.sim.simulation import CLUSTERS, Simulation, SimulationFailed, shrink
 from kvstore.types import Protection
@@ -26,8 +26,12 @@ KEPT = [line.split("#")[0].split() for line in Path(__file__).with_name("seeds.t
 STEPS = 2_500
 FRESH = 3
 CANARY_RUNS_MAX = 12
-CANARY_SEEDS = {"reuse-late-read": 9, "evict-pinned": 9, "plan-old-session": 9, "forgotten-elsewhere": 4}
-"""From where on, for bugs that two runs in five find: more than five of the runs that follow do, with either tier."""
+CANARY_SEEDS = {
+    **{"reuse-late-read": 9, "evict-pinned": 9, "plan-old-session": 9, "forgotten-elsewhere": 4},
+    **{"over-dram-quota": 3, "over-ssd-quota": 8, "over-remote-quota": 8},
+}
+"""From where on, for bugs that two runs in five find (more than five of the runs that follow do, with either tier), or
+that only runs with a quota can."""
 
 
 @pytest.mark.parametrize("number", range(FRESH))
@@ -56,11 +60,7 @@ def test_a_seed_that_failed_once(seed: str, protection: str, steps: str) -> None
         *((name, "ssd") for name in CANARIES),
         ("reuse-late-read", "memory"),
         ("trust-disk", "memory"),
-        ("any-record", "remote"),
-        ("forgotten-elsewhere", "remote"),
-        ("record-too-new", "remote"),
-        ("overwrite-newer-session", "remote"),
-        ("tell-derived-session", "remote"),
+        *((name, "remote") for name in REMOTE_CANARIES),
     ],
 )
 def test_a_planted_bug_is_found(name: str, tier: str) -> None:

@@ -54,6 +54,8 @@ from kvstore.types import (
 )
 from kvstore.v1 import descriptor_pb2, store_pb2
 
+from ..waiting import eventually
+
 BOUND_S = 20.0
 SHARD = 8192
 SEGMENT_BYTES = 1 << 20
@@ -360,14 +362,6 @@ def client(daemon: FakeDaemon) -> Iterator[Client]:
 @pytest.fixture
 def space(client: Client) -> Namespace:
     return client.open(SPEC)
-
-
-def eventually(what: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + BOUND_S
-    while not (found := what()):
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.002)
-    return found
 
 
 def attached(client: Client) -> attachment.Attachment:

@@ -7,8 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
@@ -18,6 +17,8 @@ from kvstore.client.call import Call
 from kvstore.client.lane import Lane
 from kvstore.errors import StoreError, Unavailable
 from kvstore.v1 import store_pb2
+
+from ..waiting import eventually
 
 BOUND_S = 20.0
 FOREVER = float("inf")
@@ -87,14 +88,6 @@ def waiting(rig: Rig, call: Call, name: str) -> threading.Thread:
     thread = threading.Thread(target=rig.lane.wait, args=(call,), name=name)
     thread.start()
     return thread
-
-
-def eventually(what: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + BOUND_S
-    while not (found := what()):
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.001)
-    return found
 
 
 def joined(*threads: threading.Thread) -> None:

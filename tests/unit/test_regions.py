@@ -12,7 +12,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,16 +28,11 @@ from kvstore.tiers.copier import Copier, Task
 from kvstore.tiers.regions import REGIONS_PER_WORKER_MAX, Regions
 from kvstore.types import Extent, OpId, Protection, RegionId, SegmentId, StagedPiece, WorkerId
 
+from ..waiting import eventually
+
 SIZE = 1 << 20
 ME, OTHER = WorkerId(1), WorkerId(2)
 WAIT_S = 30.0
-
-
-def eventually(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not what():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.001)
 
 
 def open_fds() -> set[int]:

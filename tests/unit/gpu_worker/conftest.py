@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 from kvstore.answers import NO_BACKLOG, Backlog
 from kvstore.core.events import Matched, SessionEntry, SessionInfo
@@ -23,6 +23,8 @@ from kvstore.gpu_worker.identity import Identity, inert
 from kvstore.keys import ROOT, exact_chain, exact_key
 from kvstore.layout import NamespaceSpec
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, GrantResult, Outcome, Protection, Reason
+
+from ...small_models import tiny_llama as tiny_llama
 
 # A test computes little: more threads would only wait for one another.
 torch.set_num_threads(1)
@@ -433,23 +435,6 @@ def recorded_logits(model: LlamaForCausalLM) -> Iterator[list[torch.Tensor]]:
         yield seen
     finally:
         hook.remove()
-
-
-def tiny_llama(dtype: torch.dtype = torch.float32, *, seed: int = 0, layers: int = 4) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
-        initializer_range=0.2,  # large enough for answers that depend on the whole history
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).to(dtype).eval()
 
 
 def text(count: int, seed: int = 1) -> list[int]:

@@ -9,7 +9,6 @@ import random
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +29,7 @@ from kvstore.gpu_worker.serve.service import Service
 from kvstore.gpu_worker.serve.text import Detokenizer, StopStrings, Text
 from kvstore.gpu_worker.truncation import Truncation, Turns
 
+from ...waiting import eventually as eventually
 from .conftest import FakeStore, text, tiny_llama
 
 BOUND_S = 60.0
@@ -48,14 +48,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TEMPLATE)
-
-
-def eventually(what: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + BOUND_S
-    while not (found := what()):
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.005)
-    return found
 
 
 @dataclass

@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from kvstore.promptcache import PmlError, parse_prompt, parse_schema
+from kvstore.promptcache import PmlError, Schema, parse_prompt, parse_schema
 from kvstore.promptcache.markup import DEPTH_MAX, DOCUMENT_BYTES_MAX, ELEMENTS_MAX, TAGS_MAX
 
 BYTES = 400 << 20
@@ -112,6 +112,21 @@ def test_large_schemas_are_read_or_refused_in_bounds(name: str) -> None:
 @pytest.mark.parametrize("name", PROMPTS)
 def test_hostile_prompts_are_read_or_refused_in_bounds(name: str) -> None:
     assert outcome(parse_prompt, f"<prompt schema='s'>{PROMPTS[name]}</prompt>", SMALL)
+
+
+@pytest.fixture(scope="module")
+def many() -> Schema:
+    return parse_schema(
+        schema("<module name='.a'/>" + "".join(f"<module name='m{n}'/>" for n in range(60_000)))
+    )
+
+
+@pytest.mark.parametrize("piece", ["</m1>", "<.b/>", "<m1 ="])
+def test_prompts_of_a_schema_with_many_modules_are_read_or_refused_in_bounds(
+    piece: str, many: Schema
+) -> None:
+    """What looks at all names for each tag takes minutes."""
+    assert outcome(parse_prompt, f"<prompt schema='s'>{piece * (TAGS_MAX - 2)}</prompt>", many)
 
 
 @pytest.mark.parametrize(

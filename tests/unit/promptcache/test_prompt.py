@@ -171,3 +171,65 @@ def test_a_module_that_is_named_like_a_message_is_never_left_out_in_silence() ->
     assert [type(item).__name__ for item in found.items] == ["Import", "FreeText"]
     with pytest.raises(PmlError, match='there are <module name="user"/>, <module name="a b"/>'):
         parse_prompt('<prompt schema="s"><nothing/></prompt>', schema)
+
+
+UNUSUAL = parse_schema(
+    """<schema name="files">
+    <module name=".gitignore">i</module>
+    <module name="c#">c <module name="f(x)">f</module></module>
+    <module name="हिन्दी">h<param name="लंबा" len="4"/></module>
+    <module name="🎉">p</module>
+    <module name="plain">q</module>
+    </schema>"""
+)
+
+
+def unusual(inner: str):
+    return parse_prompt(f'<prompt schema="files">{inner}</prompt>', UNUSUAL)
+
+
+@pytest.mark.parametrize("name", [".gitignore", "c#", "🎉", "plain"])
+def test_any_name_that_can_be_a_tag_is_one(name: str) -> None:
+    """What is no letter, digit or _ begins no name elsewhere: such an import was text, in silence."""
+    assert shape(unusual(f"a<{name}/>b").items) == [("a", None), (name, {}), ("b", None)]
+    assert shape(unusual(f"<{name}> b</{name}>").items) == [(name, {}, (" b", None))]
+
+
+def test_unusual_names_nest_and_take_arguments() -> None:
+    prompt = unusual('<c#><f(x)/></c#><हिन्दी><parameter name="लंबा">x</parameter></हिन्दी>')
+    assert shape(prompt.items) == [("c#", {}, ("c#/f(x)", {})), ("हिन्दी", {"लंबा": "x"})]
+    assert parse_prompt(prompt.to_pml(), UNUSUAL) == prompt
+
+
+@pytest.mark.parametrize("text", ["a <- b", "x <b, c", "<(y)/>", "<.env/>", "<#if a>", "<= 3", "<<d#>>="])
+def test_in_such_a_schema_all_else_is_the_text_that_it_is_in_others(text: str) -> None:
+    assert shape(unusual(text).items) == shape(parsed(text).items) == [(text, None)]
+
+
+def test_in_such_a_schema_comments_and_sections_are_what_they_are() -> None:
+    assert shape(unusual("a<!-- <c#/> -->b<![CDATA[<c#/>]]><!---->").items) == [("ab<c#/>", None)]
+
+
+@pytest.mark.parametrize("tag", ['<हिन्दी लंबा="x"/>', "<plain !a='b'/>", '<plan -days = "x">'])
+def test_what_has_a_value_in_quotes_and_is_no_tag_is_refused(tag: str) -> None:
+    with pytest.raises(PmlError, match="is no tag") as caught:
+        unusual(tag)
+    assert (caught.value.line, caught.value.column) == (1, 24)
+
+
+def test_an_argument_that_no_attribute_can_be_is_asked_for_as_an_element() -> None:
+    with pytest.raises(PmlError, match="parameter लंबा has no argument") as caught:
+        unusual("<हिन्दी/>")
+    assert '<parameter name="लंबा">' in (caught.value.remedy or "")
+
+
+def test_an_argument_of_a_member_that_is_there_by_default_is_asked_for_where_it_belongs() -> None:
+    schema = parse_schema(
+        """<schema name="s"><module name="m"><union scaffold="a"><module name="a"><union scaffold="b">
+        <module name="b"><param name="p" len="3"/></module></union></module></union></module></schema>"""
+    )
+    with pytest.raises(PmlError, match="parameter p has no argument") as caught:
+        parse_prompt('<prompt schema="s"><m/></prompt>', schema)
+    assert caught.value.remedy.startswith('write <a><b p="..."></b></a> in this element')
+    done = parse_prompt('<prompt schema="s"><m><a><b p="..."></b></a></m></prompt>', schema)
+    assert shape(done.items) == [("m", {}, ("m/a", {}, ("m/a/b", {"p": "..."})))]
