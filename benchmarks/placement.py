@@ -118,6 +118,10 @@ def options() -> argparse.ArgumentParser:
     found.add_argument("--format", choices=sorted(FORMATS), default="mooncake")
     found.add_argument("--dram", type=int, nargs="+", metavar="CHUNKS")
     found.add_argument("--look-ahead", type=known_turns, nargs="+", metavar="TURNS", help='or "all"')
+    found.add_argument("--kinds", nargs="+", choices=[*KINDS], metavar="KIND", help="of drawn traces")
+    found.add_argument(
+        "--think-s", type=float, nargs="+", metavar="S", help="median think times, in the paper's setting"
+    )
     found.add_argument(
         "--lengths", metavar="FILE", help="of ShareGPT's conversations, for the paper's setting"
     )
