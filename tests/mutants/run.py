@@ -1,7 +1,7 @@
 """Plants one bug after another into a copy of the sources and runs the tests that should notice.
 
     make mutants                        all of them
-    make mutants ARGS='lease index'     those whose name contains one of the words
+    make mutants ARGS='lease kvstore/tiers'     those whose name, or whose file's, contains one of the words
     make mutants ARGS=--list
 
 Each source file has a list of its own, `bugs/PATH_OF_THE_SOURCE.toml`, so that two changes of different sources never
@@ -110,12 +110,18 @@ def main() -> int:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("words", nargs="*", help="parts of names")
+    options.add_argument("words", nargs="*", help="parts of names, or of files' names")
     options.add_argument("--list", action="store_true", help="only say which there are")
     chosen = options.parse_args()
-    wanted = [m for m in mutants() if not chosen.words or any(word in m.name for word in chosen.words)]
+    wanted = [
+        m
+        for m in mutants()
+        if not chosen.words or any(word in name for word in chosen.words for name in (m.name, m.file))
+    ]
     if not wanted:
-        options.error(f"{' '.join(chosen.words)}: is in no bug's name (--list says which there are)")
+        options.error(
+            f"{' '.join(chosen.words)}: is in no bug's name, nor in its file's (--list says which there are)"
+        )
     if chosen.list:
         for mutant in wanted:
             print(f"{mutant.file:32} {mutant.name}")
