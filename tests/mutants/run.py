@@ -30,7 +30,9 @@ INSIDE = ("gpu_worker", "scheduler", "kernels")
 """Folders that are packages inside of `kvstore`."""
 COPIED = ("kvstore", *INSIDE, "proto", "tests", "examples", "deploy", "docs")
 FILES = ("pyproject.toml", "setup.py", "README.md", "Makefile")
-TIME_LIMIT_S = 600
+TIME_LIMIT_S = 540
+MORE_S = 60
+"""For each file of tests that is asked."""
 TESTS_FAILED = 1
 """pytest's exit status."""
 
@@ -90,7 +92,7 @@ def ask(tests: Sequence[str], folder: Path) -> str:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=TIME_LIMIT_S,
+            timeout=TIME_LIMIT_S + MORE_S * len(tests),
             check=False,
         )
     except subprocess.TimeoutExpired:
