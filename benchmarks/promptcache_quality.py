@@ -76,6 +76,8 @@ RECIPES = {
 SCORED = ("full", "beginning", "beginning, deviating 20 %")
 """What answers itself, too: to compute what deviates once more takes as long as the question."""
 PASSAGES, ANSWER_TOKENS_MAX, SAID_TOKENS_MAX, PROMPT_TOKENS_MAX = 4, 24, 16, 2048
+PART_CHARACTERS = 1000
+"""Of a passage of MuSiQue, which has some 600 tokens."""
 SCORE_GOAL = 1.0
 """Points of a hundred that F1 and exact match may lose."""
 KL_GOAL, GROWTH_GOAL, KL_GOAL_20, GROWTH_GOAL_20 = 0.08, 0.025, 0.027, 0.012
@@ -189,33 +191,54 @@ def nq(folder: Path, count: int) -> list[Question]:
     if not path.exists():
         return []
     with gzip.open(path, "rt") as file:
-        rows = [json.loads(line) for _, line in zip(range(PASSAGES * count), file, strict=False)]
+        rows = [json.loads(line) for _, line in zip(range(PASSAGES * (2 * count + 8)), file, strict=False)]
     chance = random.Random(0)
-    passages = [titled(row["ctxs"][0]) for row in rows]
     found = []
-    for number in range(min(count, len(rows) // PASSAGES)):
-        some = passages[number * PASSAGES : (number + 1) * PASSAGES]
-        row = rows[number * PASSAGES]
-        chance.shuffle(some)
-        found.append(Question(tuple(some), row["question"], row["answers"][0], tuple(row["answers"])))
+    for number in range(0, len(rows) - PASSAGES + 1, PASSAGES):
+        row, *others = rows[number : number + PASSAGES]
+        answer = answer_in(row["ctxs"][0]["text"], row["answers"])
+        if answer and len(found) < count:
+            passages = [titled(one["ctxs"][0]) for one in (row, *others)]
+            chance.shuffle(passages)
+            found.append(Question(tuple(passages), row["question"], answer, tuple(row["answers"])))
     return found
 
 
 def musique(folder: Path, count: int) -> list[Question]:
-    """Each question with its ten passages."""
+    """Each question with a part of a passage in which its answer stands, and of other passages of its."""
     path = folder / "cacheblend_musique_s.json.zst"
     if not path.exists() or not count:
         return []
     text = subprocess.run(["zstd", "-dc", path], capture_output=True, check=True).stdout
-    found = []
-    for row in json.loads(text)[:count]:
-        some = tuple(titled(one) for one in row["ctxs"])
-        found.append(Question(some, row["question"], row["answers"][0], tuple(row["answers"])))
+    chance = random.Random(0)
+    found: list[Question] = []
+    for row in json.loads(text):
+        gold = next((one for one in row["ctxs"] if answer_in(one["text"], row["answers"])), None)
+        if gold is None or len(found) == count:
+            continue
+        answer = answer_in(gold["text"], row["answers"])
+        others = chance.sample([one for one in row["ctxs"] if one is not gold], PASSAGES - 1)
+        passages = [titled({**one, "text": around(one["text"], answer)}) for one in (gold, *others)]
+        chance.shuffle(passages)
+        found.append(Question(tuple(passages), row["question"], answer, tuple(row["answers"])))
     return found
 
 
+def answer_in(text: str, answers: Sequence[str]) -> str:
+    """The first of these that the text has, as that writes it; "" without."""
+    places = ((text.lower().find(answer.lower()), len(answer)) for answer in answers)
+    return next((text[at : at + size] for at, size in places if at >= 0), "")
+
+
+def around(text: str, answer: str) -> str:
+    """A part of it, of whole words, with the answer if there is one."""
+    begin = max(0, text.find(answer) - PART_CHARACTERS // 2)
+    part = text[begin : begin + PART_CHARACTERS]
+    return (part.partition(" ")[2] if begin else part).rpartition(" ")[0]
+
+
 def titled(passage: dict[str, str]) -> str:
-    return f"(Title: {passage['title']}) {passage['text']}"
+    return f"(Title: {passage['title']}) {passage['text']}" if passage["title"] else passage["text"]
 
 
 def passkeys(folder: Path, count: int) -> list[Question]:
