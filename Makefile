@@ -81,7 +81,7 @@ test-distributed: venv  ## stores that nodes share, on real servers: a Redis clu
 
 .PHONY: test-gpu
 test-gpu: venv  ## loader, saver, pool, self-check and engine on a device that is less forgiving than a GPU; and on a GPU, where there is one
-	$(PYTEST) $(JOBS) tests/unit/gpu_worker/test_{device,loader,overlap,pool_store,self_check}.py -k 'emulated or cuda' $(ARGS)
+	$(PYTEST) $(JOBS) tests/unit/gpu_worker/test_{device,graphs,loader,masses,overlap,pool_store,self_check,truncation}.py -k 'emulated or cuda' $(ARGS)
 	$(PYTEST) $(JOBS) tests/unit/gpu_worker/test_segments.py tests/e2e/test_registered.py $(ARGS)
 
 .PHONY: crash fleet soak
