@@ -52,7 +52,7 @@ from transformers import PreTrainedModel
 from kvstore.client import connect
 from kvstore.gpu_worker.assembly import Assembly
 from kvstore.gpu_worker.batching import BatchEngine
-from kvstore.gpu_worker.promptcache.plan import Job, Recipe, assemble, jobs
+from kvstore.gpu_worker.promptcache.plan import Job, Recipe, assemble, document_jobs, jobs
 from kvstore.promptcache import ByteTokenizer, Encoding, Layout, Tokenizer, parse_prompt, parse_schema
 from kvstore.types import ActionKind, ChunkKey, HintAction, Outcome
 
@@ -264,7 +264,11 @@ def measured(
     assert engine.namespace is not None
     layout = Layout(schema, tokenizer, positions_max=engine.positions_max)
     encoding = Encoding(layout, engine.namespace.salt, chunk_tokens=engine.pool.geometry.chunk_tokens)
-    made = list(jobs(encoding, salt=engine.namespace.salt))
+    salt = engine.namespace.salt
+    placed = layout.place(
+        parse_prompt(f'<prompt schema="{schema.name}">{prompt}</prompt>' if size else prompt, schema)
+    )
+    made = [*jobs(encoding, salt=salt), *document_jobs(encoding, placed, salt=salt)]
     full = sum((encode(engine, job) for job in made), start=np.zeros(2))
     assert engine.flush(60)
     assert not engine.save_counters["modules_dropped"], "a module found no room"
