@@ -13,6 +13,7 @@ from kvstore.gpu_worker.assembly import Span, missing_spans
 from kvstore.gpu_worker.attention import Layers, Probe, Seen, Step, paged
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.linear import turnable, turned
+from kvstore.gpu_worker.masses import OBSERVED, Observation
 from kvstore.gpu_worker.positions import Positions
 from kvstore.gpu_worker.request import Request
 from kvstore.kernels.forest import Forest, Plan
@@ -132,6 +133,7 @@ class Forward:
             prefill=self._prefill_plan(prefilling),
             watch=watch,
             positions=self._positions,
+            observed=self._observe(decoding, prefilling),
         )
         with torch.inference_mode(), paged(self.model), turned(self._linear):
             out = self.model(
@@ -146,6 +148,28 @@ class Forward:
             (request,) = pieces
             return {request: logits.float()}
         return dict(zip(last, logits.float(), strict=True))
+
+    def _observe(
+        self, decoding: Sequence[Request], prefilling: Mapping[Request, Sequence[Span]]
+    ) -> list[Observation]:
+        """Of those whose prompt ends with this step, and of whom somebody wants to know."""
+        found = []
+        line = len(decoding)
+        for request, spans in prefilling.items():
+            line += sum(end - begin for begin, end in spans)
+            begin, end = spans[-1]
+            if not request.observe or end != len(request.tokens):
+                continue
+            count = min(OBSERVED, end - begin)
+            request.observation = Observation(
+                lines=self._tensor(range(line - count, line)),
+                numbers=self._tensor(range(end - count, end)),
+                chunks=self._tensor(request.chunks[: -(-end // self._chunk_tokens)]),
+                tokens=end,
+                stretches=request.seen_before(end - count + 1),
+            )
+            found.append(request.observation)
+        return found
 
     def deviations(self, request: Request, wanted: Sequence[Span], absent: Sequence[Span]) -> torch.Tensor:
         """How far the KV of the tokens `wanted`, which it has, is from what full attention over its text gives: one

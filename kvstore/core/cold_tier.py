@@ -41,6 +41,8 @@ class Restored:
     chunks: int = 0
     chunks_dropped: int = 0
     """Their slab is gone, or the slot is another's: the index promised too much."""
+    chunks_barred: int = 0
+    """Their maker was recalled or quarantined, and they were still to go."""
     sessions: int = 0
     slabs_dropped: list[SlabId] = field(default_factory=list)
     next_namespace: int = 1

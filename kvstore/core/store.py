@@ -96,7 +96,7 @@ class Store:
         self.sources = Sources(
             self.state,
             lambda row, demanded: self.transfers.reserve_slots(row, demanded=demanded),
-            lambda tenant, maker: self.recalls.is_barred(tenant, maker),
+            self.state.is_barred,
         )
         self.sources.resume = self._resume
         self.shared_sessions = SharedSessions(self.state)
@@ -206,7 +206,7 @@ class Store:
         self.transfers.pump()
         self.sources.pump()
         while self.forgets.makers and self.recalls.has_room:
-            self.recalls.elsewhere(self.forgets.makers.popleft())
+            self.recalls.elsewhere(*self.forgets.makers.popleft())
         self.remote.pump()
         self.forgets.pump()
         self.shared_sessions.pump()

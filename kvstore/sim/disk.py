@@ -90,6 +90,7 @@ class Platter:
     chunks: dict[tuple[int, ChunkKey], ev.ChunkRecord] = field(default_factory=dict)
     sessions: dict[tuple[int, bytes], ev.SessionRecord] = field(default_factory=dict)
     makers: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
+    bars: dict[tuple[bytes, bytes], ev.Bar] = field(default_factory=dict)
     rotten: set[DiskPlace] = field(default_factory=set)
     """Records whose bytes changed on the medium, or whose slot was another's already when the daemon ended, and their
     deletion not in the index yet."""
@@ -129,7 +130,8 @@ class Platter:
     def usage(self) -> ev.IndexUsage:
         chunks = sum(CHUNK_ROW_BYTES * len(chunk.places) for chunk in self.chunks.values())
         sessions = sum(_session_bytes(session) for session in self.sessions.values())
-        other = NAMESPACE_ROW_BYTES * len(self.namespaces) + MAKERS_ROW_BYTES * len(self.makers)
+        other = NAMESPACE_ROW_BYTES * len(self.namespaces)
+        other += MAKERS_ROW_BYTES * (len(self.makers) + len(self.bars))
         return ev.IndexUsage(self.index_bytes, chunks, sessions, other)
 
     def apply(self, effect: ev.WriteIndex) -> bool:
@@ -140,7 +142,7 @@ class Platter:
             self._apply(part)
             if part.writes and self.usage.used > self.index_bytes:
                 assert before is not None
-                self.namespaces, self.chunks, self.sessions, self.makers = before
+                self.namespaces, self.chunks, self.sessions, self.makers, self.bars = before
                 return False
             before = None if effect.deletes else _tables_of(self)
         return True
@@ -165,6 +167,7 @@ class Platter:
         for namespace in effect.namespaces:
             self.namespaces[namespace.number] = namespace
         self.makers.update(effect.makers)
+        self.bars.update(((bar.mark, bar.maker), bar) for bar in effect.bars)
         for chunk in effect.chunks:
             assert chunk.namespace in self.namespaces, chunk
             assert self.holds(chunk, after_power_cut=True) or self.is_rotten(chunk), chunk
@@ -202,6 +205,7 @@ class Platter:
             [self._batch(number) for number in sorted({number for number, _ in self.chunks})],
             list(self.sessions.values()),
             self.makers,
+            tuple(self.bars.values()),
             self.usage,
         )
 
@@ -228,12 +232,13 @@ def _session_bytes(session: ev.SessionRecord) -> int:
     return SESSION_ROW_BYTES + ENTRY_BYTES * len(session.entries)
 
 
-def _tables_of(platter: Platter) -> tuple[Any, Any, Any, Any]:
+def _tables_of(platter: Platter) -> tuple[Any, Any, Any, Any, Any]:
     return (
         platter.namespaces.copy(),
         platter.chunks.copy(),
         platter.sessions.copy(),
         platter.makers.copy(),
+        platter.bars.copy(),
     )
 
 
@@ -241,7 +246,9 @@ def _parts(effect: ev.WriteIndex) -> list[ev.WriteIndex]:
     """The transactions of an effect: what goes goes in one, what is written in several."""
     if effect.deletes:
         return [effect]
-    parts = [ev.WriteIndex(effect.op, (), namespaces=effect.namespaces, makers=effect.makers)]
+    parts = [
+        ev.WriteIndex(effect.op, (), namespaces=effect.namespaces, makers=effect.makers, bars=effect.bars)
+    ]
     for start in range(0, len(effect.chunks), ROWS_PER_PART):
         parts.append(ev.WriteIndex(effect.op, (), chunks=effect.chunks[start : start + ROWS_PER_PART]))
     for start in range(0, len(effect.sessions), ROWS_PER_PART):
@@ -290,6 +297,8 @@ class DiskWorld(World):
         self.platter.boot_count += 1
         self.restored: Restored = self.store.restore(self.platter.snapshot(), self.now)
         self.watch.check()
+        for bar in self.platter.bars.values():
+            assert bar.purge <= self.store.state.bars[bar.mark, bar.maker].purge, f"let in again: {bar}"
         if isinstance(self.store.cold_tier, SlabTier):
             Placement(self.store, self.store.cold_tier)
         assert set(self.platter.slabs) >= {

@@ -250,11 +250,13 @@ class Watch:
         self._refs: Counter[int] = Counter()
         self._sessions: Counter[NamespaceId] = Counter()
         self._to_store: list[Any] = []
+        self._bars = 0
 
     def check(self) -> None:
         """Everything that changed since the last look; raises AssertionError, naming what is wrong."""
         arena, slabs = self._arena.changed(), self._slabs.changed()
         self._look_at_rows(self._changed_rows())
+        self._check_barred()
         self._check_sums()
         self._check_lists()
         _check_owners(self._sums.arena, arena, self._move_targets())
@@ -330,6 +332,20 @@ class Watch:
             assert len(set(chunks.free_rows)) == len(chunks.free_rows), chunks.free_rows
             assert not [row for row in chunks.free_rows if row in self.facts], chunks.free_rows
         assert self._sums.rows == chunks.rows_used, (self._sums.rows, chunks)
+
+    def _check_barred(self) -> None:
+        """Nothing is served that a maker made who was recalled, or is quarantined for its tenant."""
+        state, flags = self.state, self.state.chunks.flags
+        rows = self.facts.keys() if len(state.bars) != self._bars else self.changed.keys() & self.facts.keys()
+        self._bars = len(state.bars)
+        for row in rows if state.bars else ():
+            served = state.is_hit(row) or flags[row] & (STORED | DOOMED) == STORED
+            if served and not state.is_recalled(row):
+                tenant = state.namespace_of(row).tenant
+                made = [
+                    maker for maker in state.makers_of(row) if state.is_barred(tenant, maker, purged=True)
+                ]
+                assert not made, (state.chunks.describe(row), made)
 
     def _check_free(self, row: int) -> None:
         chunks = self.state.chunks

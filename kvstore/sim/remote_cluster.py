@@ -15,7 +15,7 @@ from typing import Any
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import NONE
-from kvstore.tiers.remote import records
+from kvstore.tiers.remote import records, tombstones
 from kvstore.tiers.remote.tombstones import Forgotten, Tombstones
 from kvstore.types import ChunkKey, DiskResult, Found, NamespaceId, OpId, Tier
 
@@ -233,6 +233,7 @@ class RemoteCluster(Cluster):
         none = ChunkKey(b"")
         about: list[Forgotten] = [(d.namespace, d.key, b""), (d.namespace, none, b"")]
         about += [(b"", none, maker) for maker in d.makers]
+        about += tombstones.quarantines_of(d)
         return any(one in self.pending for one in about)
 
     def is_forgotten(self, namespace: NamespaceId, key: ChunkKey) -> bool:

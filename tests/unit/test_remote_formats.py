@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.keys import tenant_mark
 from kvstore.tiers.remote import packs, tombstones
 from kvstore.tiers.remote.records import Description
 from kvstore.tiers.remote.redis_store import one_host
@@ -32,6 +33,18 @@ def test_what_was_written_before_a_forget_is_refused_and_what_came_after_is_not(
     assert not known.refuses(others)
     known.add(forgotten, 3)  # told again of what it knew: nothing is forgotten less
     assert known.refuses(RECORD)
+
+
+def test_a_quarantine_is_of_one_tenant_alone() -> None:
+    alice, bob = tenant_mark("alice"), tenant_mark("bob")
+    known = Tombstones()
+    known.add((b"", ChunkKey(alice), b"m" * 16), 5)
+    mine = replace(RECORD, makers=(b"m" * 16, b"o" * 16, alice))
+    assert "quarantined" in known.refuses(mine)
+    assert not known.refuses(replace(mine, generation=5))
+    assert not known.refuses(replace(mine, makers=(b"m" * 16, bob)))
+    assert not known.refuses(replace(mine, makers=(b"o" * 16, alice)))
+    assert not known.refuses(RECORD), "it does not say whose it is"
 
 
 FORGOTTEN = st.tuples(

@@ -189,6 +189,7 @@ class Book:
     def _is_pending(self, d: records.Description) -> bool:
         none = ChunkKey(b"")
         about = [(d.namespace, d.key, b""), (d.namespace, none, b""), *((b"", none, m) for m in d.makers)]
+        about += tombstones.quarantines_of(d)
         return any(one in self.pending or one in self._announced for one in about)
 
     def forgotten_at(self, count: int) -> list[tuple[Forgotten, int]]:

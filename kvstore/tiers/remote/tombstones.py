@@ -18,11 +18,13 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from kvstore.keys import is_tenant_mark
 from kvstore.tiers.remote.records import Description
 from kvstore.types import MAKER_BYTES, ChunkKey
 
 Forgotten = tuple[bytes, ChunkKey, bytes]
-"""(digest of the namespace, key, maker): a maker alone, all of a namespace, or one key of it."""
+"""(digest of the namespace, key, maker): a maker alone; a maker for one tenant (then the key is the tenant's mark); all
+of a namespace, or one key of it."""
 EVERYTHING: Forgotten = (b"", ChunkKey(b""), b"")
 """What a node has missed, and nobody knows any more: all that it has, and all records of before that count, may have
 been forgotten."""
@@ -43,6 +45,13 @@ def decode(data: bytes) -> Forgotten | None:
     digest, maker = data[:DIGEST_BYTES], data[DIGEST_BYTES : DIGEST_BYTES + MAKER_BYTES]
     key = ChunkKey(data[DIGEST_BYTES + MAKER_BYTES :])
     return (digest if digest != _NO_DIGEST else b""), key, (maker if maker != _NO_MAKER else b"")
+
+
+def quarantines_of(d: Description) -> Iterator[Forgotten]:
+    """What would be told of its makers if one was quarantined for its tenant."""
+    for mark in filter(is_tenant_mark, d.makers):
+        for maker in d.makers:
+            yield b"", ChunkKey(mark), maker
 
 
 @dataclass(slots=True)
@@ -78,6 +87,9 @@ class Tombstones:
         for maker in d.makers:
             if self.at.get((b"", ChunkKey(b""), maker), 0) > d.generation:
                 return "its maker was recalled"
+        for quarantine in quarantines_of(d):
+            if self.at.get(quarantine, 0) > d.generation:
+                return "its maker is quarantined"
         return ""
 
     def forget_older(self, count: int) -> None:
