@@ -29,7 +29,7 @@ from kvstore.core.requests.queue import Queue
 from kvstore.core.requests.saves import Saves
 from kvstore.core.requests.sessions import Sessions
 from kvstore.core.requests.touches import Touches
-from kvstore.core.segments import VICTIMS_LOOKED_AT_MAX, Segments
+from kvstore.core.segments import PASSED_OVER_MAX, Segments
 from kvstore.core.ssd.durability import Durability
 from kvstore.core.state import State
 from kvstore.core.transfers import Read, Transfers
@@ -399,10 +399,24 @@ def _awaited(original: Original) -> Any:
     """What somebody asked for, and is about to take, leaves DRAM as if nobody had."""
 
     def evict_one(segments: Segments, namespace: Namespace, sooner_than: int) -> bool:
-        victims = segments.state.policy.victims(namespace.dram, VICTIMS_LOOKED_AT_MAX, sooner_than)
+        victims = segments.state.policy.victims(namespace.dram, PASSED_OVER_MAX, sooner_than)
         return any(map(segments._leave_dram, victims)) or bool(original(segments, namespace, sooner_than))
 
     return evict_one
+
+
+def _one_victim(original: Original) -> Any:
+    """Where the next victim has to stay, nothing goes."""
+
+    def evict_unneeded(
+        segments: Segments, namespace: Namespace, sooner_than: int, awaited: list[int]
+    ) -> bool:
+        row = next(segments.state.policy.unneeded(namespace.dram), None)
+        if row is None or segments._is_asked_for(row, sooner_than):
+            return False
+        return segments._leave_dram(row)
+
+    return evict_unneeded
 
 
 def _no_dram_quota(original: Original) -> Any:
@@ -521,6 +535,7 @@ CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "touch-pinned": (Touches, "_renew_resident", _touched_pinned),
     "ignore-holes": (Sessions, "_usable", _holes),
     "evict-awaited": (Segments, "_evict_one", _awaited),
+    "one-victim": (Segments, "_evict_unneeded", _one_victim),
     "keep-children": (ChunkTable, "leave_children", _forgets_parent),
 }
 
