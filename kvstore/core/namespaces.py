@@ -74,6 +74,8 @@ class Namespace:
     """`State.room` when a promotion ahead of need last found no slot; -1: it was found,"""
     no_slot_until: Millis = 0
     """and when time alone may give it one."""
+    no_victim_at: tuple[int, Millis] = (-1, 0)
+    """`State.room` and the time when an eviction last found nothing that may go."""
 
     def __post_init__(self) -> None:
         self.shard_bytes = self.spec.shard_bytes

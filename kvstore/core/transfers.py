@@ -273,6 +273,8 @@ class Transfers:
                     state.namespace_of(row).below += 1
                     rows.append(row)
                     size += state.namespace_of(row).payload_bytes
+                else:
+                    state.room += 1  # nothing keeps it in DRAM any more
             if not rows:
                 return
             self._write(rows, size)

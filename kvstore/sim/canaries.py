@@ -29,7 +29,7 @@ from kvstore.core.requests.queue import Queue
 from kvstore.core.requests.saves import Saves
 from kvstore.core.requests.sessions import Sessions
 from kvstore.core.requests.touches import Touches
-from kvstore.core.segments import VICTIMS_LOOKED_AT_MAX, Segments
+from kvstore.core.segments import PASSED_OVER_MAX, Segments
 from kvstore.core.ssd.durability import Durability
 from kvstore.core.state import State
 from kvstore.core.transfers import Read, Transfers
@@ -399,10 +399,24 @@ def _awaited(original: Original) -> Any:
     """What somebody asked for, and is about to take, leaves DRAM as if nobody had."""
 
     def evict_one(segments: Segments, namespace: Namespace, sooner_than: int) -> bool:
-        victims = segments.state.policy.victims(namespace.dram, VICTIMS_LOOKED_AT_MAX, sooner_than)
+        victims = segments.state.policy.victims(namespace.dram, PASSED_OVER_MAX, sooner_than)
         return any(map(segments._leave_dram, victims)) or bool(original(segments, namespace, sooner_than))
 
     return evict_one
+
+
+def _one_victim(original: Original) -> Any:
+    """Where the next victim has to stay, nothing goes."""
+
+    def evict_unneeded(
+        segments: Segments, namespace: Namespace, sooner_than: int, awaited: list[int]
+    ) -> bool:
+        row = next(segments.state.policy.unneeded(namespace.dram), None)
+        if row is None or segments._is_asked_for(row, sooner_than):
+            return False
+        return segments._leave_dram(row)
+
+    return evict_unneeded
 
 
 def _no_dram_quota(original: Original) -> Any:
@@ -473,6 +487,11 @@ def _told_whole(original: Original) -> Any:
     return manifest
 
 
+def _spares_ssd(original: Original) -> Any:
+    """Of a tenant that is purged only what is in DRAM goes."""
+    return lambda forgets, row: original(forgets, row) if forgets.state.is_resident(row) else None
+
+
 REMOTE_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "over-remote-quota": (RemoteSaves, "_giving_way", _no_remote_quota),
     "any-record": (records, "refusal", _any_record),
@@ -482,6 +501,11 @@ REMOTE_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "tell-derived-session": (SharedSessions, "_manifest", _told_whole),
 }
 """What only a run with a REMOTE store finds."""
+
+FLEET_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
+    "purge-spares-ssd": (Forgets, "purge_row", _spares_ssd),
+}
+"""What only a run with other nodes finds."""
 
 CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "over-dram-quota": (Segments, "_fits_quota", _no_dram_quota),
@@ -521,6 +545,7 @@ CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "touch-pinned": (Touches, "_renew_resident", _touched_pinned),
     "ignore-holes": (Sessions, "_usable", _holes),
     "evict-awaited": (Segments, "_evict_one", _awaited),
+    "one-victim": (Segments, "_evict_unneeded", _one_victim),
     "keep-children": (ChunkTable, "leave_children", _forgets_parent),
 }
 
@@ -531,6 +556,6 @@ def planted(name: str) -> Iterator[None]:
     if not name:
         yield
         return
-    where, attribute, make = (CANARIES | REMOTE_CANARIES)[name]
+    where, attribute, make = (CANARIES | REMOTE_CANARIES | FLEET_CANARIES)[name]
     with mock.patch.object(where, attribute, make(getattr(where, attribute))):
         yield
