@@ -55,7 +55,7 @@ from kvstore.gpu_worker.assembly import Assembly
 from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.promptcache.plan import Recipe, assemble, jobs
 from kvstore.gpu_worker.promptcache.quality import Comparison, Forced, Sample
-from kvstore.promptcache import Encoding, HuggingFaceTokenizer, Layout, Method, parse_prompt
+from kvstore.promptcache import Encoding, HuggingFaceTokenizer, Layout, Method, Schema, parse_prompt
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 RECIPES = {
@@ -186,22 +186,22 @@ def goals_of(rows: list[dict[str, Any]]) -> Iterator[Goal]:
 
 
 def nq(folder: Path, count: int) -> list[Question]:
-    """Each question with the passage that has its answer, and with those of other questions, in any order."""
+    """Four questions each with the passages that have their answers, in any order."""
     path = folder / "litm_nq-open-oracle.jsonl.gz"
     if not path.exists():
         return []
     with gzip.open(path, "rt") as file:
-        rows = [json.loads(line) for _, line in zip(range(PASSAGES * (2 * count + 8)), file, strict=False)]
+        rows = [json.loads(line) for _, line in zip(range(2 * count + PASSAGES), file, strict=False)]
     chance = random.Random(0)
     found = []
     for number in range(0, len(rows) - PASSAGES + 1, PASSAGES):
-        row, *others = rows[number : number + PASSAGES]
-        answer = answer_in(row["ctxs"][0]["text"], row["answers"])
-        if answer and len(found) < count:
-            passages = [titled(one["ctxs"][0]) for one in (row, *others)]
-            chance.shuffle(passages)
-            found.append(Question(tuple(passages), row["question"], answer, tuple(row["answers"])))
-    return found
+        some = rows[number : number + PASSAGES]
+        passages = [titled(row["ctxs"][0]) for row in some]
+        chance.shuffle(passages)
+        for row in some:
+            if answer := answer_in(row["ctxs"][0]["text"], row["answers"]):
+                found.append(Question(tuple(passages), row["question"], answer, tuple(row["answers"])))
+    return found[:count]
 
 
 def musique(folder: Path, count: int) -> list[Question]:
@@ -279,6 +279,9 @@ class Asker:
         self._engine = engine
         self._hub = tokenizer
         self._tokenizer = HuggingFaceTokenizer(tokenizer)
+        self._documents: tuple[str, ...] = ()
+        """Of the question before: what is in the pool of its prompts goes on to serve."""
+        self._encodings: dict[Method, Encoding] = {}
 
     def __call__(self, question: Question, recipes: Sequence[str]) -> Found:
         encode_text = self._tokenizer.encode
@@ -306,31 +309,40 @@ class Asker:
             judged = list(zip(read[name].seen, answer, strict=True))[len(given) :]
             exact = all(int(seen.argmax()) == token for seen, token in judged)
             found[name] = Figures(comparison, exact, *scores.get(name, (None, None)))
-        self._engine.pool.forget()
         return found
 
     def _plans(self, question: Question, recipes: Sequence[str]) -> dict[str, Assembly]:
         engine, namespace = self._engine, self._engine.namespace
         assert namespace is not None
         question = self._fitting(question)
-        schema = question.schema
-        layout = Layout(schema, self._tokenizer, positions_max=engine.positions_max)
-        placement = layout.place(parse_prompt(question.prompt, schema))
+        if question.documents != self._documents:
+            self._documents, self._encodings = question.documents, {}
+            engine.pool.forget()
         plans: dict[str, Assembly] = {}
         for method in dict.fromkeys(RECIPES[name].method for name in recipes):
-            size = engine.pool.geometry.chunk_tokens
-            encoding = Encoding(layout, namespace.salt, chunk_tokens=size, method=method)
-            for job in jobs(encoding, salt=namespace.salt):
-                encode(engine, job)
+            encoding = self._encodings.get(method)
+            if encoding is None:
+                encoding = self._encodings[method] = self._encoded(question.schema, method, namespace.salt)
+            schema = encoding.layout.schema
+            placement = encoding.layout.place(parse_prompt(question.prompt, schema))
             for name in (name for name in recipes if RECIPES[name].method is method):
                 plan = assemble(
                     encoding, placement, salt=namespace.salt, moves=engine.moves, recipe=RECIPES[name]
                 )
                 assert plan is not None
                 plans[name] = plan
+        return {name: plans[name] for name in recipes}
+
+    def _encoded(self, schema: Schema, method: Method, salt: bytes) -> Encoding:
+        engine = self._engine
+        layout = Layout(schema, self._tokenizer, positions_max=engine.positions_max)
+        size = engine.pool.geometry.chunk_tokens
+        encoding = Encoding(layout, salt, chunk_tokens=size, method=method)
+        for job in jobs(encoding, salt=salt):
+            encode(engine, job)
         assert engine.flush(60)
         assert not engine.save_counters["modules_dropped"], "a module found no room"
-        return {name: plans[name] for name in recipes}
+        return encoding
 
     def _fitting(self, question: Question) -> Question:
         """The longest passages end earlier where the prompt would be too long."""

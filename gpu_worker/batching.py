@@ -234,6 +234,7 @@ class BatchEngine:
             sequences_max=sequences_max,
             tokens_max=self.tokens_max,
             share=share,
+            device=device,
         )
         self._choices = Choices()
         by_mass = truncation is not None and truncation.mass_tokens > 0
