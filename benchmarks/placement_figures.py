@@ -13,18 +13,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness import commit
+from harness import kept_in
 
-from kvstore.replay import WHOLE_FUTURE, Trace, read_trace, replay
+from kvstore.replay import Trace, read_trace
 from kvstore.replay.baselines import BASELINES, baseline
 from kvstore.replay.engine import SSD_BUSY, Served, serve
 from kvstore.replay.hardware import GB, MODELS, Hardware, Model
@@ -55,6 +56,7 @@ NOTE = (
     ' page is\nwritten anew. Our rows are of the default, `eviction = "expected"`, where nothing else is said.'
 )
 MOONCAKE_CHUNKS = (1_000, 3_000, 10_000)
+REAL_TRACE = "## A real trace: Mooncake's conversations"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,32 +180,6 @@ def others(trace: Trace, served: Served, dram_chunks: int, ssd_chunks: int, scal
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """What was served of Mooncake's trace."""
-
-    rate: float
-    commit: str
-    """At which it was measured."""
-
-
-def mooncake(job: tuple[str, int, int, Path]) -> Blocks:
-    """From the cache if it is there."""
-    policy, chunks, look_ahead, data = job
-    cached = CACHE / f"blocks-{policy}-{chunks}-{look_ahead}.json"
-    if cached.exists():
-        return Blocks(**json.loads(cached.read_text()))
-    trace = read_trace(data / "mooncake_conversation.jsonl.zst", "mooncake")
-    if policy in ("expected", "hints", "lru"):
-        rate = replay(trace, dram_chunks=chunks, look_ahead=look_ahead, policy=policy).hit_rate
-    else:
-        rate = baseline(trace, policy, dram_chunks=chunks, look_ahead=look_ahead).hit_rate
-    found = Blocks(rate, commit(__file__))
-    CACHE.mkdir(parents=True, exist_ok=True)
-    cached.write_text(json.dumps(dataclasses.asdict(found)))
-    return found
-
-
 # -------------------------------------------------------------------------------------------------------------- page
 
 
@@ -222,9 +198,7 @@ def draw(name: str, figure: Any) -> str:
     return f"![{name}](placement/{name}.png)"
 
 
-def page(
-    rows: Mapping[Run, dict[str, Any]], mooncake_rows: Mapping[tuple[str, int, int], Blocks], scale: int
-) -> str:
+def page(rows: Mapping[Run, dict[str, Any]], scale: int) -> str:
     def row(model: str, **other: Any) -> dict[str, Any]:
         return rows.get(Run(model, **other), {})
 
@@ -523,62 +497,116 @@ loses ten; more bandwidth or more DRAM is what helps.
                 ),
             )
         )
-    parts.append(
-        "## A real trace: Mooncake's conversations\n\n12,031 requests; blocks of 512 tokens, DRAM alone; leading blocks"
-        " served, of all. The best possible (Belady) is\nwhat a look-ahead over the whole trace would reach. Each row"
-        " is of the commit that it names."
-    )
-    kinds = sorted({(policy, ahead) for policy, _, ahead in mooncake_rows}, key=_kind_order)
-    parts.append(
-        table(
-            ["policy", "look-ahead", *(f"{chunks:,} blocks" for chunks in MOONCAKE_CHUNKS), "at commit"],
-            [
-                [
-                    policy,
-                    _ahead(ahead),
-                    *(
-                        f"{mooncake_rows[policy, chunks, ahead].rate:.4f}"
-                        if (policy, chunks, ahead) in mooncake_rows
-                        else "-"
-                        for chunks in MOONCAKE_CHUNKS
-                    ),
-                    ", ".join(
-                        sorted(
-                            {
-                                mooncake_rows[policy, chunks, ahead].commit
-                                for chunks in MOONCAKE_CHUNKS
-                                if (policy, chunks, ahead) in mooncake_rows
-                            }
-                        )
-                    ),
-                ]
-                for policy, ahead in kinds
-            ],
+    return "\n\n".join([*parts, traces_and_goals()]) + "\n"
+
+
+# -------------------------------------------------------------------------------------------- of benchmarks/placement
+
+
+def traces_and_goals() -> str:
+    """What `make bench-placement ARGS='... --out'` measured on this machine; nothing where it did not."""
+    kept = kept_in(ROOT / "benchmarks/placement.py", argparse.Namespace(out=""))
+    if not kept.exists():
+        return f"{REAL_TRACE}\n\nNot measured on this machine."
+    report = json.loads(kept.read_text())
+    rows = [{"commit": report["commit"], **row} for row in report["results"]]
+    goals = [{"commit": report["commit"], **goal} for goal in report["goals"]]
+    return "\n\n".join((*real_trace(rows), *drawn_traces(rows), *with_an_ssd(rows), *all_goals(goals)))
+
+
+def real_trace(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield f"""{REAL_TRACE}
+
+12,031 requests; blocks of 512 tokens, DRAM alone; leading blocks served, of all. Belady sees the whole trace, and is
+the best that a store of blocks can do. Each row is of the commit that it names."""
+    mine = [row for row in rows if row["part"] == "hits" and row["trace"] == "mooncake"]
+    found = {(row["policy"], row["look_ahead"], row["dram"]): row for row in mine}
+    kinds = sorted({(policy, str(ahead), ahead) for policy, ahead, _ in found}, key=_kind_order)
+    lines = []
+    for policy, _, ahead in kinds:
+        each = [found.get((policy, ahead, size)) for size in MOONCAKE_CHUNKS]
+        rates = [f"{row['hits']:.4f}" if row else "-" for row in each]
+        lines.append(
+            [policy, str(ahead or "-"), *rates, ", ".join(sorted({row["commit"] for row in each if row}))]
         )
-    )
-    lines_drawn = {
-        policy + (f", {_ahead(ahead)} ahead" if ahead else ""): [
-            (chunks, mooncake_rows[policy, chunks, ahead].rate)
-            for chunks in MOONCAKE_CHUNKS
-            if (policy, chunks, ahead) in mooncake_rows
+    head = ["policy", "look-ahead", *(f"{size:,} blocks" for size in MOONCAKE_CHUNKS), "at commit"]
+    yield table(head, lines)
+    curves = {
+        policy + (f", {ahead} ahead" if ahead else ""): [
+            (size, found[policy, ahead, size]["hits"])
+            for size in MOONCAKE_CHUNKS
+            if (policy, ahead, size) in found
         ]
-        for policy, ahead in kinds
+        for policy, _, ahead in kinds
     }
-    parts.append(
-        draw(
-            "mooncake",
-            line_plot("Mooncake: blocks served", "blocks of DRAM", "hit rate", lines_drawn, log_x=True),
-        )
+    if curves:
+        title = "Mooncake: blocks served"
+        yield draw("mooncake", line_plot(title, "blocks of DRAM", "hit rate", curves, log_x=True))
+
+
+def _kind_order(kind: tuple[str, str, Any]) -> tuple[bool, str, float]:
+    policy, _, ahead = kind
+    return (policy != "expected", policy, math.inf if ahead == "all" else ahead)
+
+
+def drawn_traces(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    found: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["part"] == "drawn":
+            found.setdefault((row["trace"], row["dram"]), {})[row["policy"]] = row
+    if not found:
+        return
+    yield (
+        "## Traces that were not looked at when the policy was made\n\nDrawn by `benchmarks/drawn_traces.py`, each of"
+        " another kind of reuse; no hints, DRAM alone, one set of constants for\nall."
     )
-    return "\n\n".join(parts) + "\n"
+    policies = ("expected", "lru", "s3-fifo", "belady")
+    lines = []
+    for (trace, size), each in found.items():
+        rates = [f"{each[policy]['hits']:.4f}" if policy in each else "-" for policy in policies]
+        lines.append([trace.removeprefix("drawn "), f"{size:,}", *rates, each["expected"]["commit"]])
+    yield table(["trace", "chunks", *policies, "at commit"], lines)
 
 
-def _ahead(turns: int) -> str:
-    return "all" if turns == WHOLE_FUTURE else f"{turns:,}" if turns else "-"
+def with_an_ssd(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    mine = [row for row in rows if row["part"] == "ssd"]
+    if not mine:
+        return
+    yield (
+        "## DRAM above an SSD\n\n2 GB/s, chunks of 1 MiB. Written: of every chunk once; waited: for reads, by a turn on"
+        " average."
+    )
+    lines = [
+        [
+            row["trace"],
+            f"{row['dram']:,} + {row['ssd']:,}",
+            row["policy"],
+            str(row["look_ahead"] or "-"),
+            f"{row['hits']:.4f}",
+            percent(row["in_dram"]),
+            f"{row['written']:.3f}",
+            f"{row['waited_ms']:.2f} ms",
+            row["commit"],
+        ]
+        for row in mine
+    ]
+    heads = ["trace", "chunks", "policy", "look-ahead", "hits", "in DRAM", "written", "waited", "at commit"]
+    yield table(heads, lines)
 
 
-def _kind_order(kind: tuple[str, int]) -> tuple[int, str, int]:
-    return (kind[0] != "expected", kind[0], kind[1])
+def all_goals(goals: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield "## Goals\n\nOf `make bench-placement`."
+    lines = [
+        [
+            goal["name"],
+            f"{goal['value']:.4f} {goal['unit']}".strip(),
+            f"{goal['direction']} {goal['goal']:g}",
+            "met" if goal["met"] else "missed",
+            goal["commit"],
+        ]
+        for goal in goals
+    ]
+    yield table(["", "", "goal", "", "at commit"], lines)
 
 
 def main() -> None:
@@ -591,7 +619,17 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
     parser.add_argument("--cached", action="store_true", help="write the page of the runs that are there")
+    parser.add_argument(
+        "--traces",
+        action="store_true",
+        help="only what benchmarks/placement.py measured: the end of the page",
+    )
     options = parser.parse_args()
+    if options.traces:
+        before, found, _ = PAGE.read_text().partition(REAL_TRACE)
+        assert found, f"{PAGE} has no section {REAL_TRACE!r}"
+        PAGE.write_text(before + traces_and_goals() + "\n")
+        return
     if not (options.data / "sharegpt_lengths.jsonl.zst").exists():
         parser.error(
             f"no sharegpt_lengths.jsonl.zst in {options.data}: name the folder of the traces with --data"
@@ -609,16 +647,7 @@ def main() -> None:
                 print(
                     f"{run}: {percent(row['session_hit_rate'])}, {row['cpu_s']:.0f} s of a core", flush=True
                 )
-        kinds = [(name, 100 if name == "paper" else 0) for name in ("expected", *BASELINES)]
-        kinds += [("expected", 100), ("expected", 400), ("expected", WHOLE_FUTURE)]
-        wanted_traces = [(policy, chunks, ahead) for policy, ahead in kinds for chunks in MOONCAKE_CHUNKS]
-        if options.cached:
-            wanted_traces = [
-                (p, c, a) for p, c, a in wanted_traces if (CACHE / f"blocks-{p}-{c}-{a}.json").exists()
-            ]
-        jobs_of_traces = [(*kind, options.data) for kind in wanted_traces]
-        found = dict(zip(wanted_traces, pool.imap(mooncake, jobs_of_traces), strict=True))
-    PAGE.write_text(page(rows, found, options.scale))
+    PAGE.write_text(page(rows, options.scale))
     print(f"{PAGE.relative_to(ROOT)} is written")
 
 

@@ -14,6 +14,8 @@ prompt's own.
     planning  text of a prompt to positions and keys, on a thread of its own in the worker
     batch     16 prompts at once that import a module of 1,024 tokens, behind the same text or each behind another
 
+Beside each time stands what this process computed in it, with all its threads: on a busy machine trust that one.
+
 The examples are those of examples/promptcache, and where the data folder is there (`--data`) the paper's own schemas:
 source files, personas, parameters. A machine with little memory runs it in parts (`--only`, `--sizes`), which `--out`
 puts together.
@@ -50,7 +52,7 @@ from transformers import PreTrainedModel
 from kvstore.client import connect
 from kvstore.gpu_worker.assembly import Assembly
 from kvstore.gpu_worker.batching import BatchEngine
-from kvstore.gpu_worker.promptcache.plan import Job, Recipe, assemble, jobs
+from kvstore.gpu_worker.promptcache.plan import Job, Recipe, assemble, document_jobs, jobs
 from kvstore.promptcache import ByteTokenizer, Encoding, Layout, Tokenizer, parse_prompt, parse_schema
 from kvstore.types import ActionKind, ChunkKey, HintAction, Outcome
 
@@ -61,11 +63,13 @@ QUICK_SIZES = (512, 1024)
 SSD_SIZES = (1024, 4096)
 OVERHEAD_GOAL, SPEEDUP_GOAL, MEMORY_GOAL = 1.2, 20.0, 0.7
 STORED_GOAL = 1.05
-"""What the store keeps of a module of 512 tokens or more, over its KV: chunks at its ends are partial."""
+"""What the store keeps of a module of 4,096 tokens, over its KV: chunks at its ends are partial."""
 COPIED_AT_A_TIME = 64 << 20
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "promptcache"
 SEGMENT = 32 << 20
+Times = np.ndarray[Any, np.dtype[np.float64]]
+"""[2]: seconds on the clock, and of processors."""
 PAPERS = {
     "code (paper)": (
         "code_generation_game.xml",
@@ -133,12 +137,16 @@ def in_dram(
             print(told(rows[-1]), flush=True)
             row, name = rows[-1], f"{size:,} tokens"
             goals.append(Goal(f"{name}: of the floor", row["overhead"], "x", OVERHEAD_GOAL, "<="))
-            kept = row["stored_kib_a_token"] / row["kib_a_token"]
-            goals.append(Goal(f"{name}: stored over KV", kept, "x", STORED_GOAL, "<="))
             if size == 4096:
+                kept, cpu = (
+                    row["stored_kib_a_token"] / row["kib_a_token"],
+                    row["full_cpu_ms"] / row["ttft_cpu_ms"],
+                )
                 goals.append(
                     Goal(f"{name}: faster than computing all", row["speedup"], "x", SPEEDUP_GOAL, ">=")
                 )
+                goals.append(Goal(f"{name}: less processor time", cpu, "x", SPEEDUP_GOAL, ">="))
+                goals.append(Goal(f"{name}: stored over KV", kept, "x", STORED_GOAL, "<="))
     if chosen.only in (None, "examples") and READY:
         for name, schema, prompt in examples(chosen.data / "promptcache", quick=chosen.quick):
             rows.append(example(engine, name, schema, prompt, rounds=3))
@@ -153,7 +161,8 @@ def in_dram(
                 f"{BATCH} prompts with one module of {BATCH_MODULE} tokens, {row['before']} before it: "
                 f"peak KV {row['shared_peak_mib']:.0f} MiB shared, {row['unshared_peak_mib']:.0f} MiB not; "
                 f"all first tokens after {row['shared_first_s']:.2f} s and {row['unshared_first_s']:.2f} s; "
-                f"{row['shared_tokens_s']:.0f} and {row['unshared_tokens_s']:.0f} tokens/s",
+                f"{row['shared_tokens_s']:.0f} and {row['unshared_tokens_s']:.0f} tokens/s; "
+                f"computed {row['shared_cpu_s']:.1f} and {row['unshared_cpu_s']:.1f} s",
                 flush=True,
             )
             name = row["what"]
@@ -162,6 +171,8 @@ def in_dram(
             )
             faster = row["shared_tokens_s"] / row["unshared_tokens_s"]
             goals.append(Goal(f"{name}: tokens/s over not sharing", faster, "x", 1.0, ">="))
+            less = row["shared_cpu_s"] / row["unshared_cpu_s"]
+            goals.append(Goal(f"{name}: processor time over not sharing", less, "x", 1.0, "<="))
             sooner = row["shared_first_s"] / row["unshared_first_s"]
             goals.append(Goal(f"{name}: first tokens over not sharing", sooner, "x", 1.0, "<="))
 
@@ -253,8 +264,12 @@ def measured(
     assert engine.namespace is not None
     layout = Layout(schema, tokenizer, positions_max=engine.positions_max)
     encoding = Encoding(layout, engine.namespace.salt, chunk_tokens=engine.pool.geometry.chunk_tokens)
-    made = list(jobs(encoding, salt=engine.namespace.salt))
-    full_s = sum(encode(engine, job) for job in made)
+    salt = engine.namespace.salt
+    placed = layout.place(
+        parse_prompt(f'<prompt schema="{schema.name}">{prompt}</prompt>' if size else prompt, schema)
+    )
+    made = [*jobs(encoding, salt=salt), *document_jobs(encoding, placed, salt=salt)]
+    full = sum((encode(engine, job) for job in made), start=np.zeros(2))
     assert engine.flush(60)
     assert not engine.save_counters["modules_dropped"], "a module found no room"
     planning, plans = [], []
@@ -273,7 +288,7 @@ def measured(
     first_token_of(engine, plans.pop())  # pages and threads are warm after it
     if not size:
         whole = replace(plans[0], parts=(), recomputed=(), exact=0)
-        full_s = statistics.median(computed_all(engine, whole) for _ in range(len(plans) // 2))
+        full = median([computed_all(engine, whole) for _ in range(len(plans) // 2)])
     keys = [part.key for part in plans[0].parts]
     for cold, warm in zip(plans[::2], plans[1::2], strict=True):
         engine.pool.forget()
@@ -286,7 +301,8 @@ def measured(
             reads.append(copied.read_seconds())
     copied.close()
     prefix = [] if on_ssd or not size else prefix_reuse(engine, plans[0], len(loaded))
-    ttft, floor = statistics.median(loaded), statistics.median(copies) + statistics.median(kept)
+    (ttft, ttft_cpu), (warm_s, warm_cpu), (full_s, full_cpu) = median(loaded), median(kept), full
+    floor = statistics.median(copies) + warm_s
     floor += statistics.median(reads) if reads else 0.0
     return {
         "what": what,
@@ -295,7 +311,10 @@ def measured(
         "kib_a_token": token_bytes / 1024,
         "stored_kib_a_token": len(keys) * engine.pool.geometry.shard_bytes / 1024 / stored,
         "ttft_ms": 1e3 * ttft,
-        "kept_ms": 1e3 * statistics.median(kept),
+        "kept_ms": 1e3 * warm_s,
+        "ttft_cpu_ms": 1e3 * ttft_cpu,
+        "kept_cpu_ms": 1e3 * warm_cpu,
+        "full_cpu_ms": 1e3 * full_cpu,
         "copy_ms": 1e3 * statistics.median(copies),
         "read_ms": 1e3 * statistics.median(reads) if reads else None,
         "planning_ms": 1e3 * statistics.median(planning),
@@ -339,26 +358,35 @@ class Copied:
             self._file.close()
 
 
-def encode(engine: BatchEngine, job: Job) -> float:
-    begun = time.perf_counter()
+def now() -> Times:
+    return np.array([time.perf_counter(), time.process_time()])
+
+
+def median(times: Sequence[Times]) -> Times:
+    found: Times = np.median(np.array(times), axis=0)
+    return found
+
+
+def encode(engine: BatchEngine, job: Job) -> Times:
+    begun = now()
     engine.add(job.assembly.tokens, 1, assembly=job.assembly)
     for _ in engine.run():
         pass
-    return time.perf_counter() - begun
+    return now() - begun
 
 
-def first_token_of(engine: BatchEngine, assembly: Assembly) -> float:
-    begun = time.perf_counter()
+def first_token_of(engine: BatchEngine, assembly: Assembly) -> Times:
+    begun = now()
     number = engine.add(assembly.tokens, 1, assembly=assembly)
     reused = engine.request(number).reused
     for _ in engine.run():
         pass
-    seconds = time.perf_counter() - begun
+    seconds = now() - begun
     assert reused.tokens >= sum(part.count for part in assembly.parts) - 1, (reused, assembly)
     return seconds
 
 
-def computed_all(engine: BatchEngine, whole: Assembly) -> float:
+def computed_all(engine: BatchEngine, whole: Assembly) -> Times:
     engine.pool.forget()
     return first_token_of(engine, whole)
 
@@ -417,7 +445,7 @@ def batch(engine: BatchEngine, *, apart: bool) -> dict[str, Any]:
         scheduler = engine._scheduler
         before, scheduler._share = scheduler._share, share
         engine.pool.peak_chunks = 0
-        begun = time.perf_counter()
+        begun, cpu = time.perf_counter(), time.process_time()
         for plan in plans:
             engine.add(plan.tokens, NEW, assembly=plan)
         firsts: set[int] = set()
@@ -429,6 +457,7 @@ def batch(engine: BatchEngine, *, apart: bool) -> dict[str, Any]:
             first_s = first_s or (time.perf_counter() - begun if len(firsts) == BATCH else 0.0)
         row[f"{name}_first_s"] = first_s
         row[f"{name}_tokens_s"] = count / (time.perf_counter() - begun)
+        row[f"{name}_cpu_s"] = time.process_time() - cpu
         row[f"{name}_peak_mib"] = engine.pool.peak_bytes / (1 << 20)
         scheduler._share = before
     row["memory_saved"] = 1 - row["shared_peak_mib"] / row["unshared_peak_mib"]
@@ -442,7 +471,8 @@ def told(row: dict[str, Any]) -> str:
     return (
         f"{row['what']}, {row['tokens']} tokens stored and {row['own_tokens']} computed: first token after "
         f"{row['ttft_ms']:.0f} ms, x {row['overhead']:.2f} of copy {row['copy_ms']:.0f}{read} + compute "
-        f"{row['kept_ms']:.0f} ms{full}{prefix}; planning {row['planning_ms']:.1f} ms; a token's KV has "
+        f"{row['kept_ms']:.0f} ms{full}{prefix}; computed in {row['ttft_cpu_ms']:.0f}, {row['kept_cpu_ms']:.0f} and "
+        f"{row['full_cpu_ms']:.0f} ms; planning {row['planning_ms']:.1f} ms; a token's KV has "
         f"{row['kib_a_token']:.1f} KiB, and takes {row['stored_kib_a_token']:.1f}"
     )
 

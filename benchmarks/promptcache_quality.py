@@ -55,7 +55,7 @@ from kvstore.gpu_worker.assembly import Assembly
 from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.promptcache.plan import Recipe, assemble, jobs
 from kvstore.gpu_worker.promptcache.quality import Comparison, Forced, Sample
-from kvstore.promptcache import Encoding, HuggingFaceTokenizer, Layout, Method, parse_prompt
+from kvstore.promptcache import Encoding, HuggingFaceTokenizer, Layout, Method, Schema, parse_prompt
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 RECIPES = {
@@ -76,6 +76,8 @@ RECIPES = {
 SCORED = ("full", "beginning", "beginning, deviating 20 %")
 """What answers itself, too: to compute what deviates once more takes as long as the question."""
 PASSAGES, ANSWER_TOKENS_MAX, SAID_TOKENS_MAX, PROMPT_TOKENS_MAX = 4, 24, 16, 2048
+PART_CHARACTERS = 1000
+"""Of a passage of MuSiQue, which has some 600 tokens."""
 SCORE_GOAL = 1.0
 """Points of a hundred that F1 and exact match may lose."""
 KL_GOAL, GROWTH_GOAL, KL_GOAL_20, GROWTH_GOAL_20 = 0.08, 0.025, 0.027, 0.012
@@ -184,38 +186,59 @@ def goals_of(rows: list[dict[str, Any]]) -> Iterator[Goal]:
 
 
 def nq(folder: Path, count: int) -> list[Question]:
-    """Each question with the passage that has its answer, and with those of other questions, in any order."""
+    """Four questions each with the passages that have their answers, in any order."""
     path = folder / "litm_nq-open-oracle.jsonl.gz"
     if not path.exists():
         return []
     with gzip.open(path, "rt") as file:
-        rows = [json.loads(line) for _, line in zip(range(PASSAGES * count), file, strict=False)]
+        rows = [json.loads(line) for _, line in zip(range(2 * count + PASSAGES), file, strict=False)]
     chance = random.Random(0)
-    passages = [titled(row["ctxs"][0]) for row in rows]
     found = []
-    for number in range(min(count, len(rows) // PASSAGES)):
-        some = passages[number * PASSAGES : (number + 1) * PASSAGES]
-        row = rows[number * PASSAGES]
-        chance.shuffle(some)
-        found.append(Question(tuple(some), row["question"], row["answers"][0], tuple(row["answers"])))
-    return found
+    for number in range(0, len(rows) - PASSAGES + 1, PASSAGES):
+        some = rows[number : number + PASSAGES]
+        passages = [titled(row["ctxs"][0]) for row in some]
+        chance.shuffle(passages)
+        for row in some:
+            if answer := answer_in(row["ctxs"][0]["text"], row["answers"]):
+                found.append(Question(tuple(passages), row["question"], answer, tuple(row["answers"])))
+    return found[:count]
 
 
 def musique(folder: Path, count: int) -> list[Question]:
-    """Each question with its ten passages."""
+    """Each question with a part of a passage in which its answer stands, and of other passages of its."""
     path = folder / "cacheblend_musique_s.json.zst"
     if not path.exists() or not count:
         return []
     text = subprocess.run(["zstd", "-dc", path], capture_output=True, check=True).stdout
-    found = []
-    for row in json.loads(text)[:count]:
-        some = tuple(titled(one) for one in row["ctxs"])
-        found.append(Question(some, row["question"], row["answers"][0], tuple(row["answers"])))
+    chance = random.Random(0)
+    found: list[Question] = []
+    for row in json.loads(text):
+        gold = next((one for one in row["ctxs"] if answer_in(one["text"], row["answers"])), None)
+        if gold is None or len(found) == count:
+            continue
+        answer = answer_in(gold["text"], row["answers"])
+        others = chance.sample([one for one in row["ctxs"] if one is not gold], PASSAGES - 1)
+        passages = [titled({**one, "text": around(one["text"], answer)}) for one in (gold, *others)]
+        chance.shuffle(passages)
+        found.append(Question(tuple(passages), row["question"], answer, tuple(row["answers"])))
     return found
 
 
+def answer_in(text: str, answers: Sequence[str]) -> str:
+    """The first of these that the text has, as that writes it; "" without."""
+    places = ((text.lower().find(answer.lower()), len(answer)) for answer in answers)
+    return next((text[at : at + size] for at, size in places if at >= 0), "")
+
+
+def around(text: str, answer: str) -> str:
+    """A part of it, of whole words, with the answer if there is one."""
+    begin = max(0, text.find(answer) - PART_CHARACTERS // 2)
+    part = text[begin : begin + PART_CHARACTERS]
+    return (part.partition(" ")[2] if begin else part).rpartition(" ")[0]
+
+
 def titled(passage: dict[str, str]) -> str:
-    return f"(Title: {passage['title']}) {passage['text']}"
+    return f"(Title: {passage['title']}) {passage['text']}" if passage["title"] else passage["text"]
 
 
 def passkeys(folder: Path, count: int) -> list[Question]:
@@ -256,6 +279,9 @@ class Asker:
         self._engine = engine
         self._hub = tokenizer
         self._tokenizer = HuggingFaceTokenizer(tokenizer)
+        self._documents: tuple[str, ...] = ()
+        """Of the question before: what is in the pool of its prompts goes on to serve."""
+        self._encodings: dict[Method, Encoding] = {}
 
     def __call__(self, question: Question, recipes: Sequence[str]) -> Found:
         encode_text = self._tokenizer.encode
@@ -283,31 +309,40 @@ class Asker:
             judged = list(zip(read[name].seen, answer, strict=True))[len(given) :]
             exact = all(int(seen.argmax()) == token for seen, token in judged)
             found[name] = Figures(comparison, exact, *scores.get(name, (None, None)))
-        self._engine.pool.forget()
         return found
 
     def _plans(self, question: Question, recipes: Sequence[str]) -> dict[str, Assembly]:
         engine, namespace = self._engine, self._engine.namespace
         assert namespace is not None
         question = self._fitting(question)
-        schema = question.schema
-        layout = Layout(schema, self._tokenizer, positions_max=engine.positions_max)
-        placement = layout.place(parse_prompt(question.prompt, schema))
+        if question.documents != self._documents:
+            self._documents, self._encodings = question.documents, {}
+            engine.pool.forget()
         plans: dict[str, Assembly] = {}
         for method in dict.fromkeys(RECIPES[name].method for name in recipes):
-            size = engine.pool.geometry.chunk_tokens
-            encoding = Encoding(layout, namespace.salt, chunk_tokens=size, method=method)
-            for job in jobs(encoding, salt=namespace.salt):
-                encode(engine, job)
+            encoding = self._encodings.get(method)
+            if encoding is None:
+                encoding = self._encodings[method] = self._encoded(question.schema, method, namespace.salt)
+            schema = encoding.layout.schema
+            placement = encoding.layout.place(parse_prompt(question.prompt, schema))
             for name in (name for name in recipes if RECIPES[name].method is method):
                 plan = assemble(
                     encoding, placement, salt=namespace.salt, moves=engine.moves, recipe=RECIPES[name]
                 )
                 assert plan is not None
                 plans[name] = plan
+        return {name: plans[name] for name in recipes}
+
+    def _encoded(self, schema: Schema, method: Method, salt: bytes) -> Encoding:
+        engine = self._engine
+        layout = Layout(schema, self._tokenizer, positions_max=engine.positions_max)
+        size = engine.pool.geometry.chunk_tokens
+        encoding = Encoding(layout, salt, chunk_tokens=size, method=method)
+        for job in jobs(encoding, salt=salt):
+            encode(engine, job)
         assert engine.flush(60)
         assert not engine.save_counters["modules_dropped"], "a module found no room"
-        return {name: plans[name] for name in recipes}
+        return encoding
 
     def _fitting(self, question: Question) -> Question:
         """The longest passages end earlier where the prompt would be too long."""

@@ -99,9 +99,9 @@ TIMES_MORE = 4.0
 class Driver:
     """A store with one worker whose copies end at once; `now` is virtual. Knows its longest step."""
 
-    def __init__(self, chunks: int) -> None:
+    def __init__(self, chunks: int, **limits: Any) -> None:
         segments = -(-chunks * SHARD_BYTES // SEGMENT_BYTES)
-        self.store = Store(Limits(segments * SEGMENT_BYTES, SEGMENT_BYTES))
+        self.store = Store(Limits(segments * SEGMENT_BYTES, SEGMENT_BYTES, **limits))
         self.now = 0
         self.longest: tuple[float, str] = (0.0, "")
         self._request = 0
@@ -170,12 +170,12 @@ def fill(driver: Driver, chunks: int) -> list[float]:
     return took
 
 
-def new_driver(chunks: int) -> Driver:
+def new_driver(chunks: int, **limits: Any) -> Driver:
     """As the daemon makes its store."""
     fix_mmap_threshold()
     ShortSearches()
     with no_searches():
-        return Driver(chunks)
+        return Driver(chunks, **limits)
 
 
 def core(chunks: int) -> list[Row]:

@@ -13,6 +13,7 @@ others push them out to it. The model is random, and about as fast to compute as
 slower than without a store.
 
     make bench-lmcache ARGS='--quick --json'
+    make bench-lmcache ARGS='--lengths 4096 --rounds 3'
     make bench-lmcache ARGS='--part ssd'
 """
 
@@ -436,13 +437,12 @@ def summed_up(rows: list[dict[str, Any]], lengths: Sequence[int]) -> list[dict[s
 
 
 def goals_of(table: list[dict[str, Any]], *, ssd: bool) -> list[Goal]:
-    """Against LMCache; with a slow disk, against no store."""
+    """Against LMCache; with a slow disk, against no store (LMCache's is in the table, beside ours)."""
     goals = []
     for line in table:
         if ssd and line["what"].startswith("TTFT"):
-            for arm in ARMS[1:]:
-                ratio = line[arm] / line["no store"]
-                goals.append(Goal(f"{line['what']}, {arm} over no store", ratio, "ratio", 1.05, "<="))
+            over = line["over no store"]["kvstored"]
+            goals.append(Goal(f"{line['what']}, kvstored over no store", over, "ratio", 1.05, "<="))
         elif not ssd and line["unit"] != "us":
             goal = 1.0 if line["unit"] == "%" else 0.85
             goals.append(Goal(f"{line['what']}, ours/theirs", line["ratio"], "ratio", goal, line["better"]))
@@ -457,6 +457,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="default: 6, a multiple of the arms")
     parser.add_argument("--lmcache-chunk", type=int, default=256, help="tokens; 256 is LMCache's default")
     parser.add_argument("--store-bytes", type=int, help="memory of each store")
+    parser.add_argument(
+        "--lengths", help="of the prompts, in tokens, with commas between (default: 264,1032,2056,4096)"
+    )
     parser.add_argument("--part", choices=("dram", "ssd"), default="dram")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -468,7 +471,9 @@ def main() -> int:
     if options.model is None and not models:
         parser.error("no model: give one with --model, or run `make demo` once")
     model = options.model or models[0]
-    lengths = QUICK if options.quick else LENGTHS
+    lengths: Sequence[int] = QUICK if options.quick else LENGTHS
+    if options.lengths:
+        lengths = tuple(int(length) for length in options.lengths.split(","))
     store_bytes = options.store_bytes or (SSD_STORE_BYTES if ssd else 1 << 30)
     rounds = options.rounds or (3 if options.quick else 6)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
@@ -500,6 +505,8 @@ def main() -> int:
     for line in table:
         ratio = line["kvstored"] / line["lmcache"] if line["lmcache"] else float("inf")
         line["ratio"] = ratio
+        if line["no store"]:
+            line["over no store"] = {arm: line[arm] / line["no store"] for arm in ARMS[1:]}
         columns = " ".join(f"{line[arm]:>10.2f}" for arm in ARMS)
         print(f"{line['what'] + ', ' + line['unit']:60} {columns} {ratio:>12.2f}")
     table = [{"part": options.part} | line for line in table]

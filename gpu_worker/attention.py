@@ -8,7 +8,7 @@ KV, and nothing is copied together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kvstore.errors import Unsupported
 from kvstore.gpu_worker.layout import check_supported
+from kvstore.gpu_worker.masses import Observation
 from kvstore.gpu_worker.positions import Positions
 from kvstore.kernels.arguments import DTYPES
 from kvstore.kernels.decode import decode_attention
@@ -58,6 +59,8 @@ class Step:
     watch: Layers | None = None
     positions: Positions | None = None
     """What keys are moved by, where sequences see some that stand elsewhere than they were computed."""
+    observed: Sequence[Observation] = ()
+    """Of whom it is recorded what the last tokens attend to."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -70,6 +73,8 @@ class Step:
             found = self.attend(layer, q.to(keys.dtype), k.to(keys.dtype), v.to(keys.dtype), scale)
             return found.to(q.dtype)
         write_kv(keys, values, self.slots, k, v)
+        for one in self.observed:
+            one.look(layer, q, keys, scale, self.positions)
         decoded = q[:0]
         if self.decode is not None:
             by_row = q.index_select(0, self.lines)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -35,6 +36,7 @@ from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.identity import Identity, Verdict
 from kvstore.gpu_worker.layout import CHUNK_TOKENS, Geometry, namespace_of
 from kvstore.gpu_worker.loader import LoadFailed
+from kvstore.gpu_worker.masses import MassBook
 from kvstore.gpu_worker.pool_store import PoolStore
 from kvstore.gpu_worker.positions import check_movable
 from kvstore.gpu_worker.request import Request, Reused, check_request, is_session_name
@@ -114,9 +116,9 @@ class BatchEngine:
     requests_failed, requests_rejected (the queue was full), requests_unnamed (whose session no store could name),
     requests_unexplained (of a model that cannot be explained: their KV is neither shared nor stored); requests_cut and
     cut_tokens (of conversations that were too long), cuts_decided (where it was found out what deviates most),
-    probed_tokens (whose KV was compared with what the first layers give), truncations_recomputed (of these, requests
-    whose older KV could
-    not be had), canary_checks and canary_failures; reports of what
+    cuts_by_mass (where old tokens stay because others attend to them), prompts_observed (of which it was recorded what
+    their ends attend to), probed_tokens (whose KV was compared with what the first layers give), truncations_recomputed
+    (of these, requests whose older KV could not be had), canary_checks and canary_failures; reports of what
     is in the pool, and reports_failed.
     """
 
@@ -232,8 +234,11 @@ class BatchEngine:
             sequences_max=sequences_max,
             tokens_max=self.tokens_max,
             share=share,
+            device=device,
         )
         self._choices = Choices()
+        by_mass = truncation is not None and truncation.mass_tokens > 0
+        self._masses = MassBook(chunk_tokens) if by_mass else None
         self._count = 0
         self._closed = False
         self._canary_every = canary_every
@@ -317,11 +322,18 @@ class BatchEngine:
         when too many wait."""
         self._check_open()
         check_request(prompt, max_new_tokens, vocabulary=self._vocabulary)
-        tokens = prompt
+        tokens, asked = prompt, max_new_tokens
         kept = self._view(prompt, turns, root) if cut and assembly is None else None
+        choices = None
+        if kept is not None and kept.unknown:
+            choices = self._store.look_up_choices(kept.unknown) if self._store is not None else None
+            kept = self._weigh(kept, prompt, turns, root) if choices is None else kept
         if kept is not None:
             assert self.truncation is not None
-            max_new_tokens = min(max_new_tokens, self.truncation.window - kept.attended)
+            room = self.truncation.window - kept.attended
+            if kept.undecided is not None and kept.undecided.by_mass:
+                room = self.truncation.window - self.truncation.prompt_tokens  # there may be more of it yet
+            max_new_tokens = min(asked, room)
             prompt = kept.chain.tokens
         limit = len(prompt) + max_new_tokens
         if limit > self.tokens_max:
@@ -356,8 +368,14 @@ class BatchEngine:
             root=root,
             assembly=assembly,
         )
+        if self._masses is not None and assembly is None:
+            request.observe = True
+            request.conversation = tuple(int(token) for token in tokens), turns
         if kept is not None:
             self._cut(request, kept, tokens, turns)
+            open_ = request.chain is not None or kept.undecided is not None
+            request.choices = choices if open_ else None
+            request.answer_max = asked
         self._scheduler.waiting.append(request)
         self.counters["requests"] += 1
         self.counters["prompt_tokens"] += request.prompt_tokens
@@ -415,20 +433,75 @@ class BatchEngine:
         size = self.pool.geometry.chunk_tokens
         return view(tokens, self.truncation, turns, chunk_tokens=size, root=root, choices=self._choices)
 
+    def _weigh(self, kept: View, prompt: Sequence[int], turns: Turns | None, root: ChunkKey) -> View:
+        """If it is open which old tokens stay because others attend to them, what was recorded decides."""
+        undecided = kept.undecided
+        if undecided is None or not undecided.by_mass:
+            return kept
+        assert self._masses is not None
+        masses = self._masses.find(prompt, root)
+        chosen: tuple[int, ...] = ()
+        if masses is not None:
+            known = [masses[begin:end] for begin, end in undecided.spans]
+            padded = [
+                [*one.tolist(), *[0.0] * (end - begin - len(one))]
+                for one, (begin, end) in zip(known, undecided.spans, strict=True)
+            ]
+            chosen = undecided.choose([mass for one in padded for mass in one])
+        self.counters["cuts_by_mass"] += bool(chosen)
+        self._remember(undecided, chosen)
+        weighed = self._view(prompt, turns, root)
+        assert weighed is not None and not (weighed.undecided is not None and weighed.undecided.by_mass)
+        return weighed
+
+    def _remember(self, undecided: Undecided, chosen: tuple[int, ...]) -> None:
+        self._choices.remember(undecided.key, chosen)
+        if self._store is not None:
+            self._store.save_choice(undecided.key, chosen)
+
+    def _record(self, request: Request) -> None:
+        """What the end of its prompt attended to, of each token of its conversation."""
+        seen, request.observation, request.observe = request.observation, None, False
+        assert seen is not None and seen.own is not None and self._masses is not None
+        tokens = request.conversation[0]
+        masses = np.zeros(len(tokens), np.float32)
+        # By rank: what stands where among all that is kept; positions have gaps where it stays
+        kept = request.spans_kept or ((0, len(tokens)),)
+        ranks = np.concatenate([np.arange(begin, end) for begin, end in kept])
+        own = seen.own.cpu().numpy()
+        if request.chain is None:
+            masses[ranks[: len(own)]] = own[: len(ranks)]
+        else:
+            places = [*request.positions(0, len(own))]
+            worth = [*own]
+            if seen.seen is not None:
+                worth += seen.seen.cpu().tolist()
+                for one in request.chain.seen:
+                    assert isinstance(one, Seen), one
+                    places += range(one.position, one.position + one.end - one.begin)
+            order = np.argsort(np.asarray(places), kind="stable")
+            masses[ranks] = np.asarray(worth, np.float32)[order][: len(ranks)]
+        self._masses.record(tokens, masses, request.root)
+        self.counters["prompts_observed"] += 1
+
     def _cut(self, request: Request, kept: View, tokens: Sequence[int], turns: Turns | None) -> None:
-        size = self.pool.geometry.chunk_tokens
-        request.cut_tokens = kept.cut_tokens
         self.counters["requests_cut"] += 1
-        self.counters["cut_tokens"] += kept.cut_tokens
-        if kept.chain.exact_tokens is None:
-            return  # an ordinary prompt
-        request.chain, request.remaining = kept.chain, kept.remaining
-        request.jumps = list(kept.chain.jumps)
+        self._keeps(request, kept)
         if kept.unknown:
             request.conversation = tuple(int(token) for token in tokens), turns
-            request.open_cut = kept.undecided
-            if self._store is not None:
-                request.choices = self._store.look_up_choices(kept.unknown)
+        if kept.chain.exact_tokens is None:
+            return  # an ordinary prompt, as far as it is known
+        request.chain = kept.chain
+        request.jumps = list(kept.chain.jumps)
+        if kept.unknown:
+            by_mass = kept.undecided is not None and kept.undecided.by_mass
+            request.open_cut = None if by_mass else kept.undecided
+        if not self._has_room(request, kept):
+            request.fall_back()
+
+    def _has_room(self, request: Request, kept: View) -> bool:
+        """A request's own tokens lie in other chunks than those it sees: whether the pool has as many."""
+        size = self.pool.geometry.chunk_tokens
         parts = {
             (id(one.chain), n)
             for one in kept.chain.seen
@@ -436,8 +509,12 @@ class BatchEngine:
             for n in range(one.begin // size, -(-one.end // size))
         }
         own = request.tokens_max + (kept.undecided.count if kept.undecided is not None else 0)
-        if len(parts) + -(-own // size) > self.pool.chunks:
-            request.fall_back()  # its own tokens lie in other chunks than those it sees: there is no room for both
+        return len(parts) + -(-own // size) <= self.pool.chunks
+
+    def _keeps(self, request: Request, kept: View) -> None:
+        self.counters["cut_tokens"] += kept.cut_tokens - request.cut_tokens
+        request.cut_tokens = kept.cut_tokens
+        request.remaining, request.spans_kept = kept.remaining, kept.spans
 
     def _resolve(self) -> None:
         """The store has said what it knows of conversations that were cut."""
@@ -448,8 +525,16 @@ class BatchEngine:
                 self._choices.remember(key, chosen)
             request.choices = None
             kept = self._view(*request.conversation, request.root)
-            assert kept is not None and kept.remaining == request.remaining
-            request.see(kept.chain, kept.undecided)
+            assert kept is not None
+            kept = self._weigh(kept, *request.conversation, request.root)
+            self._keeps(request, kept)
+            if kept.chain.exact_tokens is None or not self._has_room(request, kept):
+                request.fall_back()
+            else:
+                request.see(kept.chain, kept.undecided)
+            assert self.truncation is not None
+            room = min(request.answer_max, self.truncation.window - kept.attended)
+            request.tokens_max = request.prompt_tokens + room
 
     def _decide_cut(self, request: Request) -> None:
         """Which tokens of what is kept of its conversation deviate most, now that all of their KV is here."""
@@ -458,9 +543,7 @@ class BatchEngine:
         distances = self._distances(request, undecided)
         self.counters["cuts_decided"] += 1
         chosen = undecided.choose(distances)
-        self._choices.remember(undecided.key, chosen)
-        if self._store is not None:
-            self._store.save_choice(undecided.key, chosen)
+        self._remember(undecided, chosen)
         kept = self._view(*request.conversation, request.root)
         assert kept is not None and kept.undecided is None and kept.remaining == request.remaining
         size, here = self.pool.geometry.chunk_tokens, {}
@@ -559,6 +642,9 @@ class BatchEngine:
             del pieces[request]
         if self._fills(pieces) and self._recognise():
             return []  # it changed on the way: what is full now would be shared and saved
+        for request in pieces:
+            if request.observation is not None:
+                self._record(request)
         # All of them before anything changes: a step that breaks off is taken again
         chosen, failed = {}, []
         for request, choice in self._choose(logits).items():
@@ -630,6 +716,8 @@ class BatchEngine:
             try:
                 logits = self._forward(pieces, self._store)
             except LoadFailed:
+                for request in pieces:
+                    request.observation = None
                 return {}
             finally:
                 self._store.step_ends()

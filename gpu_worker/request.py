@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvstore.gpu_worker.gathering import Gathering
     from kvstore.gpu_worker.importing import Importing
     from kvstore.gpu_worker.loader import Load
+    from kvstore.gpu_worker.masses import Observation
     from kvstore.gpu_worker.pool_store import Found
     from kvstore.gpu_worker.saver import TurnSave
     from kvstore.gpu_worker.truncation import Turns, Undecided
@@ -75,6 +76,14 @@ class Request:
     """... what the store knows of that, or ..."""
     open_cut: Undecided | None = None
     """... what has to be found out."""
+    spans_kept: tuple[Span, ...] = ()
+    """Of a conversation that was cut: what is kept of it."""
+    answer_max: int = 0
+    """So many tokens were asked for, of which the window may have no room for all."""
+    observe: bool = False
+    """It is to be recorded what the end of its prompt attends to: ..."""
+    observation: Observation | None = None
+    """... this."""
     keys: list[ChunkKey] = field(default_factory=list)
     """Of the full chunks of `tokens`, in the pool."""
     store_keys: list[ChunkKey] = field(default_factory=list)
@@ -158,7 +167,7 @@ class Request:
 
     def fall_back(self) -> None:
         """What it was to see cannot be had: what remains is computed as an ordinary prompt. Nothing is held."""
-        assert self.chain is not None and not self.chunks and not self.held
+        assert not self.chunks and not self.held
         said = self.tokens[self.prompt_tokens :]
         room = self.tokens_max - self.prompt_tokens
         self.tokens = [*self.remaining, *said]

@@ -115,7 +115,8 @@ class Scheduler:
         if self._store is None:
             return
         for request in list(islice(self.waiting, self._load_ahead)):
-            if request.alone or request.assembly is not None or request.chain is not None:
+            unknown = request.choices is not None or request.chain is not None
+            if request.alone or request.assembly is not None or unknown:
                 continue
             self._adopt(request)
             if request.load is None and request.lookup is None:

@@ -35,12 +35,14 @@ VERSION = 2
 """Of the method: what it makes of the same tokens."""
 RUN_TOKENS = 4
 """Tokens that are computed anew because they deviate are chosen in runs: every run is a stretch more for attention."""
+MASS_RUN_TOKENS = 16
+"""Older tokens that stay because others attend to them are chosen in runs."""
 FIRST_PART = 4
 """One part in so many of what is computed anew is the first tokens behind the head, if the rest is what deviates."""
 HEAD_SHARE_MAX = 0.75
 """Of what is kept, template and system message may be so much: the question must have room."""
 Choices = Mapping[bytes, tuple[int, ...]]
-"""By `Undecided.key`: which tokens of the conversation deviate most, by their numbers in it."""
+"""By `Undecided.key`: which tokens deviate most, or are attended to most, by their numbers in the conversation."""
 
 
 LEARNED_SINKS = ("gpt_oss",)
@@ -93,6 +95,9 @@ class Truncation:
     deviating: bool = False
     """Of that, a quarter is right behind the head, and the rest those tokens whose KV deviates most from what it would
     be without the text that was cut (CacheBlend, arXiv 2405.16444): somebody has to look, see `Undecided`."""
+    mass_share: float = 0.0
+    """Of what is kept, so much is older than the rest: those tokens that had the largest share of attention
+    (AttentionStore 3.4), as far as it was recorded (`masses.py`). They stand between head and rest."""
     keep_positions: bool = False
     """What stays, stays where it stood, and a gap is left, as far as the model's positions go."""
     positions_max: int = 0
@@ -112,9 +117,13 @@ class Truncation:
             )
         if not 0 <= self.recompute_share <= 1:
             raise ValueError(f"recompute_share is {self.recompute_share}: must be between 0 and 1")
-        if self.head_tokens is not None and not 0 <= self.head_tokens < self.kept_tokens:
+        if not 0 <= self.mass_share < 1:
+            raise ValueError(f"mass_share is {self.mass_share}: must be at least 0 and below 1")
+        room = self.kept_tokens - self.mass_tokens
+        if self.head_tokens is not None and not 0 <= self.head_tokens < room:
             raise ValueError(
-                f"head_tokens is {self.head_tokens}: must be below the {self.kept_tokens} tokens that are kept"
+                f"head_tokens is {self.head_tokens}: must be below the {room} tokens that are kept"
+                + " beside those with the largest mass" * bool(self.mass_tokens)
             )
         if self.keep_positions and self.positions_max < self.window:
             raise ValueError(
@@ -125,9 +134,10 @@ class Truncation:
         """Raises ValueError for a conversation whose system message leaves no room for what was asked."""
         if turns is None or self.head_tokens is not None:
             return
-        if turns.head > self.kept_tokens * HEAD_SHARE_MAX:
+        room = self.kept_tokens - self.mass_tokens
+        if turns.head > room * HEAD_SHARE_MAX:
             raise ValueError(
-                f"the prompt outgrows its window of {self.window} tokens: {self.kept_tokens} are kept then, of which "
+                f"the prompt outgrows its window of {self.window} tokens: {room} are kept then, of which "
                 f"the template and system message, with {turns.head}, may be {HEAD_SHARE_MAX:.0%} (shorten it, or "
                 "start the worker with a larger --truncate-tokens or --truncate-to, or with --truncate-head)"
             )
@@ -139,6 +149,11 @@ class Truncation:
     @property
     def kept_tokens(self) -> int:
         return int(self.window * self.kept_share)
+
+    @property
+    def mass_tokens(self) -> int:
+        """Of the kept ones, those that stay because others attend to them."""
+        return int(self.kept_tokens * self.mass_share) // MASS_RUN_TOKENS * MASS_RUN_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +168,8 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class Undecided:
-    """A cut of which it is not known yet which tokens deviate most."""
+    """A cut of which it is not known yet which tokens deviate most, or (`by_mass`) which older ones stay because others
+    attend to them."""
 
     key: bytes
     """Of what a choice follows from: the conversation up to the cut, and the settings."""
@@ -166,12 +182,14 @@ class Undecided:
     numbers: tuple[int, ...]
     """... and the number in `tokens` of the first token of each span."""
     count: int
-    """So many are to be chosen."""
+    """So many are to be chosen; by mass, so many at most."""
+    by_mass: bool = False
 
     def choose(self, distances: Sequence[float]) -> tuple[int, ...]:
-        """`distances`: how far each token of the spans is from what it would be, in their order. Runs with the largest
-        sum come first; of equal ones those that stand first."""
-        runs = [distances[at : at + RUN_TOKENS] for at in range(0, len(distances), RUN_TOKENS)]
+        """`distances`: of each token of the spans, how far it is from what it would be, or its mass, in their order.
+        Runs with the largest sum come first; of equal ones those that stand first."""
+        size = MASS_RUN_TOKENS if self.by_mass else RUN_TOKENS
+        runs = [distances[at : at + size] for at in range(0, len(distances), size)]
         of_run = [sum(run) / len(run) for run in runs for _ in run]
         chosen = most_deviating(of_run, self.spans, self.count)
         return tuple(place for begin, end in chosen for place in range(begin, end))
@@ -179,7 +197,8 @@ class Undecided:
     def takes(self, chosen: Sequence[int]) -> bool:
         """Whether this can be a choice."""
         places = {place for begin, end in self.spans for place in range(begin, end)}
-        return len(set(chosen)) == len(chosen) == self.count and places.issuperset(chosen)
+        fits = len(chosen) <= self.count if self.by_mass else len(chosen) == self.count
+        return fits and len(set(chosen)) == len(chosen) and places.issuperset(chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +215,10 @@ class View:
     """The last cut, if it is: `chain` is to be asked for again with the choice."""
     unknown: tuple[bytes, ...] = ()
     """Keys of all choices that were not among those that were told."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """What is kept, as spans of the conversation."""
+    stays: bool = False
+    """Whether it stands where it stood."""
 
     @property
     def attended(self) -> int:
@@ -239,7 +262,11 @@ class _Conversation:
             head if head is not None else turns.head if turns is not None else 0, settings.kept_tokens
         )
         self.cut = self.head
-        """History [head, cut) is gone."""
+        """History [head, cut) is gone, ..."""
+        self.early: list[tuple[int, int]] = []
+        """... but for these spans of it, to which others attend."""
+        self.stays = False
+        """What is kept stands where it stood."""
         self.from_ = 0
         """History from here on is the chain's own, behind `front`, which is computed anew."""
         self.front: tuple[int, ...] = ()
@@ -260,15 +287,44 @@ class _Conversation:
                 self._cut(end, self.ends[number - 1] if number else 0)
         return View(
             self._chain(len(self.tokens)),
-            self.tokens[: self.head] + self.tokens[self.cut :],
+            self._kept(len(self.tokens)),
             self.cuts,
-            self.cut - self.head,
+            len(self.tokens) - self._rank(len(self.tokens)),
             self.undecided,
             tuple(self.unknown),
+            ((0, min(self.head, len(self.tokens))), *self.early, (self.cut, max(self.cut, len(self.tokens)))),
+            self.stays,
         )
 
     def _length(self, end: int) -> int:
-        return self.head + end - self.cut
+        """Of what is kept up to there, with the room that older tokens have, used or not: where cuts are must not
+        depend on what was chosen, or the choices could not all be asked for at once."""
+        return self.head + (self.settings.mass_tokens if self.cuts else 0) + end - self.cut
+
+    def _kept(self, end: int) -> tuple[int, ...]:
+        """All of the history up to `end` that is kept."""
+        early = tuple(token for low, high in self.early for token in self.tokens[low:high])
+        return self.tokens[: self.head] + early + self.tokens[self.cut : end]
+
+    def _rank(self, number: int) -> int:
+        """How many tokens are kept before this one of the history, which is kept."""
+        if number < self.head:
+            return number
+        early = sum(min(high, number) - low for low, high in self.early if low < number)
+        return self.head + early + max(0, number - self.cut)
+
+    def _place(self, number: int) -> int:
+        """At which position a kept token of the history stands."""
+        return number if self.stays else self._rank(number)
+
+    def _from(self, rank: int) -> int:
+        """The token of the history before which so many are kept, the head among them."""
+        rank -= self.head
+        for low, high in self.early:
+            if rank < high - low:
+                return low + rank
+            rank -= high - low
+        return self.cut + rank
 
     def _chain(self, end: int) -> Chain:
         own = self.front + self.tokens[self.from_ : end]
@@ -280,7 +336,7 @@ class _Conversation:
         # The turn that is new was not computed; where no turn begins, neither was what came after the last prompt
         place = bisect_right(self.begins, end - 1) - 1
         current = self.begins[place] if place >= 0 and self.begins[place] > before else before
-        wanted = end - (settings.kept_tokens - self.head)
+        wanted = end - (settings.kept_tokens - self.head - settings.mass_tokens)
         place = bisect_left(self.begins, wanted)
         cut = (
             self.begins[place]
@@ -296,22 +352,22 @@ class _Conversation:
         pieces += [(low, high, old, number) for low, high, number in self.scattered]
         pieces.sort(key=lambda piece: piece[:2])
 
-        anew = int(settings.recompute_share * (end - cut))
+        self.cuts += 1
+        self.cut, self.undecided = cut, None
+        self.early = self._attended_to(end, pieces)
+        anew = int(settings.recompute_share * (self._rank(end) - self.head))
         first = anew // FIRST_PART if settings.deviating else anew
         if not self.head:
             first = max(first, size)
         prefix = -(-(self.head + first) // size) * size if first else self.head // size * size
-        prefix = min(prefix, (self.head + end - 1 - cut) // size * size)
-        kept_from = cut + max(0, prefix - self.head)
-        self.cuts += 1
-        self.cut = cut
-        gap = cut - self.head
-        if not anew and self._fits(end):
-            gap = 0
+        prefix = min(prefix, (self._rank(end) - 1) // size * size)
+        kept_from = self._from(max(prefix, self.head))
+        self.stays = not anew and self._fits(end)
         if self.head_chain is None and own >= self.head:
             self.head_chain = old
-        self.scattered, self.undecided = [], None
-        if until <= kept_from or (prefix < self.head and self.head_chain is None):
+        self.scattered = []
+        start = max(until, cut)
+        if start <= kept_from or (prefix < self.head and self.head_chain is None):
             # No KV of what is kept: an ordinary prompt again
             self.front, self.from_, self.pieces, self.seen, self.method = (
                 self.tokens[: self.head],
@@ -320,20 +376,22 @@ class _Conversation:
                 (),
                 b"",
             )
-            self.jumps = ((0, 0), (self.head, cut - gap)) if cut - gap != self.head else ((0, 0),)
+            self.early = []  # if it is open which stay, the answer is asked for all the same
+            self.jumps = ((0, 0), (self.head, cut)) if self.stays and cut != self.head else ((0, 0),)
             self.head_chain = None
             return
         self.pieces = [
-            (max(low, kept_from), min(high, until), chain, number + max(low, kept_from) - low)
+            (max(low, begin), min(high, stop), chain, number + max(low, begin) - low)
             for low, high, chain, number in pieces
-            if max(low, kept_from) < min(high, until)
+            for begin, stop in ((max(kept_from, a), b) for a, b in (*self.early, (cut, until)))
+            if max(low, begin) < min(high, stop)
         ]
-        self.front = (self.tokens[: self.head] + self.tokens[cut:])[:prefix]
+        self.front = self._kept(end)[:prefix]
         jumps = [(0, 0)] if prefix else []
         wanted = (anew - max(0, prefix - self.head)) // size * size if settings.deviating else 0
-        for low, high in _runs(self._chosen(end, until, gap, wanted)):
+        for low, high in _runs(self._chosen(end, until, wanted if self.undecided is None else 0)):
             self.scattered.append((low, high, len(self.front)))
-            jumps.append((len(self.front), low - gap))
+            jumps.append((len(self.front), self._place(low)))
             self.front += self.tokens[low:high]
         self.pieces = list(_without(self.pieces, self.scattered))
         seen = [
@@ -341,43 +399,65 @@ class _Conversation:
                 chain,
                 number,
                 number + high - low,
-                low - gap,
+                self._place(low),
                 prefix + sum(to - from_ for from_, to, _ in self.scattered if from_ < low),
             )
             for low, high, chain, number in self.pieces
         ]
         if prefix < self.head and self.head_chain is not None:
             seen.insert(0, Seen(self.head_chain, prefix, self.head, prefix, prefix))
-        self.from_, self.seen = until, tuple(seen)
-        self.jumps = (*jumps, (len(self.front), until - gap))
+        self.from_, self.seen = start, tuple(seen)
+        self.jumps = (*jumps, (len(self.front), self._place(start)))
         self.method = b"truncation %d" % VERSION + b" deviating" * settings.deviating
 
-    def _chosen(self, end: int, until: int, gap: int, wanted: int) -> tuple[int, ...]:
+    def _attended_to(self, end: int, pieces: Sequence[tuple[int, int, Chain, int]]) -> list[tuple[int, int]]:
+        """Of a cut at `end`: spans of what goes, which have KV, that stay because others attend to them most; none if
+        that is not known."""
+        spans = tuple(
+            (max(low, self.head), min(high, self.cut))
+            for low, high, _, _ in pieces
+            if max(low, self.head) < min(high, self.cut)
+        )
+        count = min(self.settings.mass_tokens, sum(high - low for low, high in spans))
+        if count <= 0:
+            return []
+        undecided = Undecided(self._key(end, b"mass"), (), (), spans, (), count, by_mass=True)
+        chosen = self._choice(undecided)
+        return list(_runs(chosen)) if chosen is not None else []
+
+    def _key(self, end: int, what: bytes) -> bytes:
+        """Of a choice at this cut."""
+        said = f"{self.settings} {self.size} {self.head} {self.cut} {self.cuts}".encode() + what
+        state = hashlib.blake2b(said, digest_size=32, person=b"kvs.choice.v1")
+        state.update(len(self.root).to_bytes(2, "little") + self.root)
+        state.update(array("q", self.tokens[:end]).tobytes())
+        return state.digest()
+
+    def _choice(self, undecided: Undecided) -> tuple[int, ...] | None:
+        chosen = self.choices.get(undecided.key)
+        if chosen is not None and undecided.takes(chosen):
+            return tuple(sorted(chosen))
+        self.unknown.append(undecided.key)
+        self.undecided = undecided
+        return None
+
+    def _chosen(self, end: int, until: int, wanted: int) -> tuple[int, ...]:
         """Of a cut at `end`, whose old KV ends at `until`: which tokens of the conversation deviate most, none if that
         is not known."""
         spans = tuple((low, high) for low, high, _, _ in self.pieces)
         count = min(wanted, sum(high - low for low, high in spans) // self.size * self.size)
         if count <= 0:
             return ()
-        said = f"{self.settings} {self.size} {self.head} {self.cut} {self.cuts}".encode()
-        state = hashlib.blake2b(said, digest_size=32, person=b"kvs.choice.v1")
-        state.update(len(self.root).to_bytes(2, "little") + self.root)
-        state.update(array("q", self.tokens[:end]).tobytes())
-        kept = self.tokens[: self.head] + self.tokens[self.cut : until]
+        jumps = [(self._rank(low), self._place(low)) for low, _ in (*self.early, (self.cut, until))]
         undecided = Undecided(
-            state.digest(),
-            kept,
-            ((0, 0), (self.head, self.cut - gap)) if self.cut - gap != self.head else ((0, 0),),
+            self._key(end, b""),
+            self._kept(until),
+            ((0, 0), *(jump for jump in jumps if jump[0] != jump[1])),
             spans,
-            tuple(self.head + low - self.cut for low, _ in spans),
+            tuple(self._rank(low) for low, _ in spans),
             count,
         )
-        chosen = self.choices.get(undecided.key)
-        if chosen is not None and undecided.takes(chosen):
-            return tuple(sorted(chosen))
-        self.unknown.append(undecided.key)
-        self.undecided = undecided
-        return ()
+        return self._choice(undecided) or ()
 
     def _fits(self, end: int) -> bool:
         """Whether positions may stay, with a gap, for this prompt, its answer and the prompts up to the next cut."""

@@ -151,6 +151,7 @@ def truncation_of(options: argparse.Namespace, positions_max: int) -> Truncation
         head_tokens=options.truncate_head,
         recompute_share=options.truncate_recompute,
         deviating=options.truncate_deviating,
+        mass_share=options.truncate_mass,
         keep_positions=options.truncate_keep_positions,
         positions_max=positions_max if options.truncate_keep_positions else 0,
     )
@@ -315,6 +316,12 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         default=False,
         help="three quarters of that share are the tokens whose KV deviates most instead",
+    )
+    add(
+        "--truncate-mass",
+        type=float,
+        default=0.0,
+        help="share of what is kept that is older than the rest: what had the largest share of attention",
     )
     add(
         "--truncate-keep-positions",

@@ -50,6 +50,7 @@ SSD_INDEX_SHARE = 32
 MAKERS_MAX = 65_536
 INDEX_BYTES_PER_MAKERS = 2_048
 """So many bytes of the index for each digest of several makers that it may have, each of which takes some 100."""
+QUOTAS = ("dram_quotas", "ssd_quotas", "remote_quotas")
 SSD_OVERHEAD_BYTES = 1 << 20
 """Of ssd_bytes: for the lock, the probe, LMDB's lock file and the directories."""
 
@@ -225,6 +226,13 @@ class StoreConfig:
     tenants: Mapping[str, str] = field(default_factory=dict)
     """Tenant by numeric user id of the caller, e.g. {"1000" = "alice"}. The daemon's own user and root are tenant
     "default" unless named; other users are refused."""
+    dram_quotas: Mapping[str, int] = field(default_factory=dict)
+    """How many bytes of DRAM a tenant may use on this node, e.g. {alice = "8G", "*" = "2G"}; "*": each that is not
+    named. Who is at a quota gives way to itself."""
+    ssd_quotas: Mapping[str, int] = field(default_factory=dict)
+    """The same on SSD,"""
+    remote_quotas: Mapping[str, int] = field(default_factory=dict)
+    """and of what this node has put into the REMOTE store."""
     log_level: str = "info"
     """debug, info, warning or error; logs are one JSON object a line."""
 
@@ -360,6 +368,15 @@ class StoreConfig:
                     value=f"{uid}={tenant}",
                     remedy="write 1000=alice; `id -u USER` prints the number",
                 )
+        for name in QUOTAS:
+            for tenant, size in getattr(self, name).items():
+                if not _is_tenant(tenant) or not isinstance(size, int) or isinstance(size, bool) or size <= 0:
+                    raise ConfigError(
+                        "maps the name of a tenant to a size above 0",
+                        field=name,
+                        value=f"{tenant}={size}",
+                        remedy='write alice=8G, and "*" for each tenant that is not named',
+                    )
         for path in (self.descriptor_socket, self.stream_socket, self.grpc_socket):
             length = len(os.fsencode(path))
             if length > SOCKET_PATH_BYTES_MAX:
@@ -439,6 +456,9 @@ class StoreConfig:
             forget_within_ms=1_000 * self.forget_within_s,
             remote_writes=self.remote_writes if self.remote_url else "off",
             remote_bytes_max=self.remote_bytes,
+            dram_quotas=self.dram_quotas,
+            ssd_quotas=self.ssd_quotas,
+            remote_quotas=self.remote_quotas,
             remote_deadline_ms=self.remote_deadline_ms,
             lookup_wait_ms=self.remote_lookup_ms,
             lookup_deadline_ms=max(500, 2 * self.remote_lookup_ms),
@@ -456,6 +476,7 @@ WANTED: Mapping[type, str] = {
     str: "text",
     dict: 'tenants by user id: 1000=alice,1001=bob, or in a file [tenants] with 1000 = "alice"',
 }
+QUOTAS_WANTED = 'sizes by tenant: alice=8G,*=2G, or in a file {alice = "8G", "*" = "2G"}'
 
 
 def address_remedy(problem: OSError) -> str:
@@ -477,7 +498,7 @@ def _meant(name: str) -> str:
 
 def parse_setting(name: str, text: str) -> Any:
     """A setting given as text (flag or environment): sizes take K, M, G, T (powers of 1024), switches true or false,
-    `tenants` "1000=alice,1001=bob"."""
+    `tenants` "1000=alice,1001=bob", quotas "alice=8G,*=2G"."""
     kind = _kinds().get(name)
     is_size = name.endswith(("_bytes", "_bytes_max", "_bytes_per_s"))
     if kind is None:
@@ -488,15 +509,16 @@ def parse_setting(name: str, text: str) -> Any:
                 text.lower()
             ]
         if kind is int:
-            digits = text.lower().removesuffix("ib").removesuffix("b") if is_size else text
-            factor = SIZE_SUFFIXES.get(digits[-1:], 1) if is_size else 1
-            return int(digits[:-1]) * factor if factor > 1 else int(digits)
+            return _size(text) if is_size else int(text)
         if kind is float:
             return float(text)
+        if name in QUOTAS:
+            quotas = [pair.rsplit("=", 1) for pair in text.split(",") if pair]
+            return {tenant: _size(size) for tenant, size in quotas}
         if kind is dict:
             return dict(pair.split("=", 1) for pair in text.split(",") if pair)
     except (KeyError, ValueError):
-        wanted = "a size" if is_size else WANTED[kind]
+        wanted = "a size" if is_size else QUOTAS_WANTED if name in QUOTAS else WANTED[kind]
         remedy = "bytes, or a whole number with K, M, G or T: 8G" if is_size else ""
         raise ConfigError(f"is not {wanted}", field=name, value=text, remedy=remedy) from None
     return text
@@ -508,6 +530,8 @@ def load(toml: Mapping[str, Any], environment: Mapping[str, str], flags: Mapping
     for key, value in toml.items():
         if key not in _kinds():
             raise ConfigError("unknown key in the TOML file", field=key, value=value, remedy=_meant(key))
+        if key in QUOTAS and isinstance(value, dict):
+            value = {tenant: _quota(key, tenant, size) for tenant, size in value.items()}
         values[key] = (
             parse_setting(key, value) if isinstance(value, str) and _kinds()[key] is not str else value
         )
@@ -520,6 +544,21 @@ def load(toml: Mapping[str, Any], environment: Mapping[str, str], flags: Mapping
     if isinstance(dram_bytes, int) and "segment_bytes" not in values:
         values["segment_bytes"] = _fitting_segment_bytes(dram_bytes)
     return StoreConfig(**values)
+
+
+def _size(text: str) -> int:
+    """Raises ValueError."""
+    digits = text.lower().removesuffix("ib").removesuffix("b")
+    factor = SIZE_SUFFIXES.get(digits[-1:], 1)
+    return int(digits[:-1]) * factor if factor > 1 else int(digits)
+
+
+def _quota(name: str, tenant: str, size: Any) -> Any:
+    """As it stands in a file: bytes, or text with a suffix."""
+    try:
+        return _size(size) if isinstance(size, str) else size
+    except ValueError:
+        raise ConfigError(f"must be {QUOTAS_WANTED}", field=name, value=f"{tenant}={size}") from None
 
 
 def _fitting_segment_bytes(dram_bytes: int) -> int:
@@ -542,7 +581,8 @@ def _check_types(config: StoreConfig) -> None:
         value = getattr(config, name)
         wanted = (int, float) if kind is float else (Mapping,) if kind is dict else (kind,)
         if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
-            raise ConfigError(f"must be {WANTED[kind]}", field=name, value=repr(value))
+            what = QUOTAS_WANTED if name in QUOTAS else WANTED[kind]
+            raise ConfigError(f"must be {what}", field=name, value=repr(value))
 
 
 def _positive(config: StoreConfig, name: str) -> None:

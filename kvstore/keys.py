@@ -11,6 +11,7 @@ attention over exactly its chain, at the chain's positions (invariant 2); whatev
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
@@ -35,6 +36,7 @@ _MANIFEST = b"kvs.manifest.v1"
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 
+@functools.lru_cache(maxsize=1024)
 def tenant_mark(tenant: str) -> bytes:
     """16 bytes that stand for a tenant where makers are named: in what is told of a purge, and in records that leave
     the node, so that a purge of the tenant holds against them as a recall of their maker does."""

@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from kvstore.client.schemas import get_schema, list_schemas
 from kvstore.errors import NotFound, StoreError, Unavailable
@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 SIBLINGS_MAX = 512
 """Chunks of the members of unions that a prompt did not choose, which are told the daemon."""
 KEPT_MAX = 64
-"""Schemas, layouts and encodings that are kept, each."""
+"""Schemas, layouts and encodings that are kept, each; fewer ..."""
+KEPT_COST_MAX = 1_000_000
+"""... where they are large: tokens, and `MODULE_COST` for each module. An encoding takes some 120 bytes for each."""
+MODULE_COST = 32
 LISTED_MAX = 3
 """How often the versions of a schema are asked for that is edited meanwhile."""
 T = TypeVar("T")
@@ -58,8 +61,8 @@ class DaemonLibrary:
     def __init__(self, connect: Callable[[], Client]) -> None:
         self._connect = connect
         self._client: Client | None = None
-        self._schemas: _Kept[Schema] = _Kept()
-        self._last: _Kept[tuple[Schema, ...]] = _Kept()
+        self._schemas: _Kept[Schema] = _Kept(lambda schema: _schemas_cost([schema]))
+        self._last: _Kept[tuple[Schema, ...]] = _Kept(_schemas_cost)
         """By name, for while there is no daemon: what was KV then may still be computed."""
 
     def versions(self, name: str) -> Sequence[Schema]:
@@ -140,8 +143,8 @@ class Prompts:
         self._engine = engine
         self._tokenizer = tokenizer
         self._library = library
-        self._layouts: _Kept[Layout] = _Kept()
-        self._encodings: _Kept[tuple[Encoding, tuple[Job, ...]]] = _Kept()
+        self._layouts: _Kept[Layout] = _Kept(_layout_cost)
+        self._encodings: _Kept[tuple[Encoding, tuple[Job, ...]]] = _Kept(_encoding_cost)
         self._lock = threading.Lock()
 
     def plan(self, text: str, recipe: Recipe, root: ChunkKey = ROOT) -> Planned:
@@ -303,19 +306,46 @@ def _siblings(schema: Schema, used: set[Path]) -> Iterator[Path]:
         )
 
 
-class _Kept(OrderedDict[Hashable, T]):
-    """The last ones that were asked for."""
+class _Kept(Generic[T]):
+    """The last ones that were asked for; the very last one whatever it costs."""
 
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:  # type: ignore[override]
-        if key not in self:
+    def __init__(self, cost: Callable[[T], int] = lambda value: 1) -> None:
+        self._cost = cost
+        self._values: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
+        self._sum = 0
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        if key not in self._values:
             self.put(key, make())
-        self.move_to_end(key)
-        return self[key]
+        self._values.move_to_end(key)
+        return self._values[key][0]
 
     def peek(self, key: Hashable) -> T | None:
-        return super().get(key)
+        found = self._values.get(key)
+        return None if found is None else found[0]
 
     def put(self, key: Hashable, value: T) -> None:
-        self[key] = value
-        while len(self) > KEPT_MAX:
-            self.popitem(last=False)
+        self._drop(key)
+        self._values[key] = value, self._cost(value)
+        self._sum += self._values[key][1]
+        while len(self._values) > 1 and (len(self._values) > KEPT_MAX or self._sum > KEPT_COST_MAX):
+            self._drop(next(iter(self._values)))
+
+    def _drop(self, key: Hashable) -> None:
+        _, cost = self._values.pop(key, (None, 0))
+        self._sum -= cost
+
+
+def _layout_cost(layout: Layout) -> int:
+    return MODULE_COST * len(layout.segments) + sum(len(segment.tokens) for segment in layout.segments)
+
+
+def _encoding_cost(kept: tuple[Encoding, tuple[Job, ...]]) -> int:
+    return _layout_cost(kept[0].layout)
+
+
+def _schemas_cost(schemas: Sequence[Schema]) -> int:
+    return sum(MODULE_COST * len(schema.scopes) + schema.characters // 4 for schema in schemas)

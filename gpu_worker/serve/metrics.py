@@ -65,6 +65,8 @@ class Metrics(Collector):
             "load_failures": "Loads whose KV did not arrive, or was no numbers, and was computed",
             "requests_cut": "Requests whose conversation was too long and was cut",
             "cut_tokens": "Tokens that such requests did not look at",
+            "cuts_by_mass": "Cuts at which old tokens stayed because others attend to them",
+            "prompts_observed": "Prompts of which it was recorded what their ends attend to",
             "truncations_recomputed": "Such requests that computed all that remains, without what was stored",
             "canary_checks": "Hits that were computed again and compared",
             "canary_failures": "Such hits that were not what this worker computes",

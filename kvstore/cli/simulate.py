@@ -31,6 +31,29 @@ def some_bytes(text: str) -> int:
     return value
 
 
+ALL_TURNS = "all"
+TURNS_MAX = 1 << 30
+
+
+def turns_known(text: str) -> int:
+    """A look-ahead."""
+    from kvstore.replay import WHOLE_FUTURE
+
+    if text == ALL_TURNS:
+        return WHOLE_FUTURE
+    if not (text.isascii() and text.isdigit() and int(text) <= TURNS_MAX):
+        raise argparse.ArgumentTypeError(
+            f'{text} is neither "{ALL_TURNS}" nor a number from 0 to {TURNS_MAX}'
+        )
+    return int(text)
+
+
+def _ahead(turns: int) -> str:
+    from kvstore.replay import WHOLE_FUTURE
+
+    return ALL_TURNS if turns == WHOLE_FUTURE else str(turns)
+
+
 def rate(text: str) -> float:
     value = float(text)
     if not 1e-3 <= value <= 1e12:
@@ -108,11 +131,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--look-ahead",
-        type=number,
+        type=turns_known,
         nargs="+",
         default=[0],
         metavar="N",
-        help="turns that wait behind each; with --engine the queue itself tells",
+        help='turns that wait behind each, or "all"; with --engine the queue itself tells',
     )
     parser.add_argument(
         "--engine",
@@ -268,7 +291,7 @@ def simulate(_: str, options: argparse.Namespace) -> int:
         lines: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
             name = row["policy"] + (
-                f", {row['look_ahead']} ahead" if row["look_ahead"] and not options.engine else ""
+                f", {_ahead(row['look_ahead'])} ahead" if row["look_ahead"] and not options.engine else ""
             )
             lines.setdefault(name, []).append((row["dram_bytes"] / (1 << 30), row["token_hit_rate"]))
         title = f"{trace.name}: tokens served, by GiB of DRAM"
@@ -304,7 +327,7 @@ def _as_table(rows: list[dict[str, Any]], *, timed: bool) -> str:
     for row in rows:
         line: list[object] = [
             row["policy"],
-            row["look_ahead"],
+            _ahead(row["look_ahead"]),
             size(row["dram_bytes"]),
             size(row["ssd_bytes"]),
             *(share(row[name]) for name in ("hit_rate", "hit_rate_hbm", "hit_rate_dram", "hit_rate_ssd")),
@@ -330,7 +353,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--policy", default=EVICTION, metavar="NAME")
     parser.add_argument(
-        "--look-ahead", type=number, default=0, metavar="N", help="turns that wait behind each"
+        "--look-ahead",
+        type=turns_known,
+        default=0,
+        metavar="N",
+        help='turns that wait behind each, or "all"',
     )
     parser.add_argument("--plot", metavar="FILE", help="the curve as a PNG")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvstore import measures
 from kvstore.cli.command import Command, ask_stats, seconds, show
@@ -101,6 +101,8 @@ def stats_text(reply: stats_pb2.StatsReply, *, long: bool = False) -> str:
         *_ssd_lines(reply),
         *_beyond_lines(reply),
     ]
+    if any(row.dram_quota or row.ssd_quota or row.remote_quota for row in reply.tenants):
+        parts += ["", _tenants_text(reply.tenants)]
     if reply.namespaces:
         parts += ["", namespaces_text(reply.namespaces)]
     if reply.pools:
@@ -127,6 +129,24 @@ def stats_text(reply: stats_pb2.StatsReply, *, long: bool = False) -> str:
         meanings = {what: f": {measures.meaning(what)}" if long else "" for what, _ in numbers}
         parts += ["", "\n".join(f"{number:>12,.0f}  {what}{meanings[what]}" for what, number in numbers)]
     return "\n".join(parts)
+
+
+def _tenants_text(rows: Iterable[stats_pb2.TenantStats]) -> str:
+    """What each has in each tier, of how much it may have there."""
+
+    def of(used: int, quota: int) -> str:
+        return f"{size(used)} of {size(quota)}" if quota else size(used)
+
+    cells = [
+        (
+            peer_text(row.tenant),
+            of(row.dram_bytes, row.dram_quota),
+            of(row.ssd_bytes, row.ssd_quota),
+            of(row.remote_bytes, row.remote_quota),
+        )
+        for row in rows
+    ]
+    return table(("tenant", "DRAM", "SSD", "REMOTE"), cells)
 
 
 def _beyond_lines(reply: stats_pb2.StatsReply) -> list[str]:

@@ -41,6 +41,8 @@ class Restored:
     chunks: int = 0
     chunks_dropped: int = 0
     """Their slab is gone, or the slot is another's: the index promised too much."""
+    chunks_barred: int = 0
+    """Their maker was recalled or quarantined, and they were still to go."""
     sessions: int = 0
     slabs_dropped: list[SlabId] = field(default_factory=list)
     next_namespace: int = 1
@@ -240,6 +242,9 @@ class ColdTier(ABC):
                 remedy="commit with wait VISIBLE",
             ),
         )
+
+    def refused(self, namespace: Namespace, key: ChunkKey, why: str) -> None:
+        """A resident chunk is not going to be written now: whoever waits until it is durable is told why."""
 
     def await_gone(self, ticket: ev.Ticket | None, count: int) -> ev.Done | None:
         """The answer of a Forget of `count`: now, if no restart can bring back what was dropped until now; else None,

@@ -55,7 +55,7 @@ class Books(Protocol):
     namespaces: dict[NamespaceId, Namespace]
     ssd_slots: Pool
     disk_state: DiskState
-    recalling: dict[bytes, Millis]
+    recalling: dict[tuple[str, bytes], Millis]
 
     def namespace_of(self, row: int) -> Namespace: ...
 
@@ -71,7 +71,8 @@ class Directory:
         self._first: list[Effect] = []
         self._last: list[Effect] = []
         self._withdrawn: dict[NamespaceId, list[int]] = {}
-        self._sent_away: tuple[bool, bool] = (False, False)
+        self._sent_away: tuple[bool, frozenset[str]] = (False, frozenset())
+        """Whether the SSD is off, and the tenants (empty: all) of whose makers some are being recalled."""
         """Why all directories are closed: the SSD is off, something is being recalled."""
         self._retiring = False
 
@@ -153,13 +154,16 @@ class Directory:
 
     def _look_at_all(self) -> None:
         state = self._state
-        sent_away = (state.disk_state is DiskState.OFF, bool(state.recalling))
+        off = state.disk_state is DiskState.OFF
+        recalled = frozenset(tenant for tenant, _ in state.recalling)
+        sent_away = off, recalled
         if sent_away == self._sent_away and not self._retiring:
             return
         self._sent_away = sent_away
         self._retiring = False
         for namespace in state.namespaces.values():
-            is_open = not (any(sent_away) or namespace.retired or namespace.directory_full)
+            away = off or not recalled.isdisjoint(("", namespace.tenant))
+            is_open = not (away or namespace.retired or namespace.directory_full)
             if is_open and not namespace.directory_open:
                 self._last.append(OpenDirectory(namespace.id))
             elif namespace.directory_open and not is_open:

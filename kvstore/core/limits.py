@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvstore.types import EXTENTS_PER_ANSWER_MAX, Protection
 
@@ -86,6 +87,11 @@ class Limits:
 
     directory: bool = True
     """Workers may look chunks up by themselves, in shared memory."""
+    dram_quotas: Mapping[str, int] = field(default_factory=dict)
+    """By tenant: how many bytes of slots it may have in DRAM; "*": each that is not named (`quotas.py`)."""
+    ssd_quotas: Mapping[str, int] = field(default_factory=dict)
+    remote_quotas: Mapping[str, int] = field(default_factory=dict)
+    """Of what this node has put there."""
     sources: tuple[str, ...] = ()
     """Beyond this node, by name: who is asked for chunks that are missing here (`remote/sources.py`)."""
     lookup_wait_ms: int = 50

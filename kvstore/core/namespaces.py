@@ -42,6 +42,10 @@ class Namespace:
     """A newer weights epoch was opened: nothing is served any more."""
     visible: int = 0
     cold: int = 0
+    below: int = 0
+    """Chunks that have room on SSD: STORED, or about to be (STORING)."""
+    ssd_chunk_bytes: int = 0
+    """Slots of one chunk on SSD in bytes: what quotas charge."""
     partial: int = 0
     pinned: int = 0
     sessions: int = 0
@@ -70,6 +74,8 @@ class Namespace:
     """`State.room` when a promotion ahead of need last found no slot; -1: it was found,"""
     no_slot_until: Millis = 0
     """and when time alone may give it one."""
+    no_victim_at: tuple[int, Millis] = (-1, 0)
+    """`State.room` and the time when an eviction last found nothing that may go."""
 
     def __post_init__(self) -> None:
         self.shard_bytes = self.spec.shard_bytes

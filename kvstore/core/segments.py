@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, takewhile
+from itertools import islice, takewhile
 
 from kvstore.core import events as ev
 from kvstore.core import planner
@@ -22,7 +22,8 @@ RETIRE_PATIENCE_MS = 1_000
 """How long a namespace waits for workers to unmap a retired segment before it asks for one that others hold."""
 CREATE_RETRY_MS = 1_000
 NEVER: Millis = 1 << 62
-VICTIMS_LOOKED_AT_MAX = 32
+PASSED_OVER_FROM, PASSED_OVER_MAX = 32, 512
+"""So many chunks that have to stay may stand before the next victim; more are passed over, and so many looked at."""
 MOVES_PER_OP_MAX = 64
 MOVE_BYTES_MAX = 64 << 20
 
@@ -119,13 +120,16 @@ class Segments:
     def allocate(
         self, namespace: Namespace, slot_bytes: int, row: int, sooner_than: int = -1
     ) -> tuple[Segment, int] | None:
-        """A RESERVED slot for chunk row `row`, or None (the save is dropped, or tried again).
+        """A RESERVED slot for chunk row `row`, or None (the save is dropped, or tried again). A tenant at its quota
+        gives way to itself first.
 
         free slot of the class -> idle segment -> empty segment of the namespace's own
           -> another namespace's segment, if that is no worse than evicting our own oldest (it comes later)
           -> our own oldest chunk -> an expired lease of ours
         """
         pool = self.state.pool
+        if not self._fits_quota(namespace, slot_bytes, sooner_than):
+            return None
         self.used_last = namespace, slot_bytes
         taken = self._take(namespace, slot_bytes, row)
         if taken is not None:
@@ -151,6 +155,8 @@ class Segments:
     def with_free(self, namespace: Namespace, slot_bytes: int, count: int) -> SlabClass | None:
         """The class, if it has `count` free slots without anything being evicted; an idle segment may become its."""
         pool = self.state.pool
+        if self.state.quotas.dram_left(namespace.tenant) < count * slot_bytes:
+            return None
         self.used_last = namespace, slot_bytes
         slab = pool.classes.get((namespace.id, slot_bytes))
         if slab is None or slab.free < count:
@@ -160,6 +166,19 @@ class Segments:
             self._assign(idle, namespace, slot_bytes)
             slab = pool.classes[namespace.id, slot_bytes]
         return slab if slab.free >= count else None
+
+    def _fits_quota(self, namespace: Namespace, slot_bytes: int, sooner_than: int) -> bool:
+        """Whether the tenant may have one more slot. Chunks of its own go for it, first of the namespace whose next
+        victim was used longest ago."""
+        quotas, policy = self.state.quotas, self.state.policy
+        while quotas.dram_left(namespace.tenant) < slot_bytes:
+            oldest = [(policy.oldest_use(mine.dram), mine) for mine in quotas.namespaces[namespace.tenant]]
+            oldest.sort(key=lambda one: NEVER if one[0] is None else one[0])
+            if not any(self._evict_one(mine, sooner_than) for _, mine in oldest):
+                if sooner_than < 0:
+                    self.state.counters["dram_quota_refusals"] += 1
+                return False
+        return True
 
     def take_over(self, namespace: Namespace, keys: Sequence[ChunkKey]) -> list[int]:
         """Where nothing is free: rows for the first of these new keys, in the slots of the oldest chunks. None where
@@ -262,21 +281,46 @@ class Segments:
         alone, for the save in hand to be tried again, if its write to SSD is about to come. What somebody asked for and
         is about to take goes last, and for a prefetch (`sooner_than`) not at all: what a turn waits for would push each
         other out."""
-        state = self.state
-        policy = state.policy
+        state, policy = self.state, self.state.policy
         while True:
-            awaited: list[int] = []
-            for row in policy.victims(namespace.dram, VICTIMS_LOOKED_AT_MAX, sooner_than):
-                if row in state.demanded and (sooner_than >= 0 or policy.is_awaited(row)):
-                    awaited.append(row)
-                elif self._leave_dram(row):
+            if namespace.no_victim_at != (state.room, state.now):
+                awaited: list[int] = []
+                if self._evict_unneeded(namespace, sooner_than, awaited):
                     return True
-            if awaited and sooner_than < 0:
-                needed = policy.needed(namespace.dram, limit=VICTIMS_LOOKED_AT_MAX)
-                if any(map(self._leave_dram, chain(needed, awaited))):
-                    return True
+                for row in policy.needed(namespace.dram, limit=PASSED_OVER_MAX, sooner_than=sooner_than):
+                    if self._is_asked_for(row, sooner_than):
+                        awaited.append(row)
+                    elif self._leave_dram(row):
+                        return True
+                if sooner_than < 0:
+                    if any(map(self._leave_dram, awaited)):
+                        return True
+                    namespace.no_victim_at = state.room, state.now
             if not self._revoke(namespace):
                 return False
+
+    def _evict_unneeded(self, namespace: Namespace, sooner_than: int, awaited: list[int]) -> bool:
+        """Free one of those that no queued job needs and nobody waits for (such join `awaited`). Many that have to stay
+        are passed over, else each eviction would look at all of them again."""
+        policy = self.state.policy
+        staying: list[int] = []
+        found = False
+        for row in islice(policy.unneeded(namespace.dram), PASSED_OVER_MAX):
+            if self._is_asked_for(row, sooner_than):
+                awaited.append(row)
+            elif self._leave_dram(row):
+                found = True
+                break
+            staying.append(row)
+        if len(staying) > PASSED_OVER_FROM and (found or len(staying) == PASSED_OVER_MAX):
+            for row in staying:
+                policy.pass_over(namespace.dram, row)
+        return found
+
+    def _is_asked_for(self, row: int, sooner_than: int) -> bool:
+        """Whether somebody is about to take it; a prefetch leaves it alone for as long as nobody did."""
+        state = self.state
+        return row in state.demanded and (sooner_than >= 0 or state.policy.is_awaited(row))
 
     def _leave_dram(self, row: int) -> bool:
         state = self.state

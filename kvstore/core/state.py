@@ -34,6 +34,7 @@ from kvstore.core.chunks import (
 from kvstore.core.cold_tier import ColdTier
 from kvstore.core.directory import Directory
 from kvstore.core.events import (
+    Bar,
     ChunksSettled,
     Effect,
     IndexUsage,
@@ -49,12 +50,14 @@ from kvstore.core.manifests import SessionBook
 from kvstore.core.namespaces import Namespace
 from kvstore.core.policies import POLICIES, Policy
 from kvstore.core.pool import Phase, Pool, Segment
+from kvstore.core.quotas import Quotas
 from kvstore.core.rate import Rate
 from kvstore.core.reservation import Reservation
 from kvstore.core.ssd.cold import Cold
 from kvstore.core.ssd.quarantine import QuarantineBook
 from kvstore.core.workers import EngineGroup, Worker
 from kvstore.errors import Denied, NotFound, StoreError, Unauthenticated
+from kvstore.keys import tenant_mark
 from kvstore.types import (
     ChunkKey,
     DiskState,
@@ -101,6 +104,7 @@ class State:
     disk_state: DiskState = DiskState.ABSENT
     disk_why: str = ""
     """Why it is not OK."""
+    quotas: Quotas = field(init=False)
     disk_full: bool = False
     """No slot can be freed on SSD: what is saved now stays in DRAM alone."""
     policy: Policy = field(init=False)
@@ -177,8 +181,13 @@ class State:
     """What readers without a message are told."""
     next_op: int = 1
     quarantine: QuarantineBook = field(default_factory=QuarantineBook)
-    recalling: dict[bytes, Millis] = field(default_factory=dict)
-    """Makers whose chunks are misses from now on, and are about to be doomed; since when they must have made them."""
+    recalling: dict[tuple[str, bytes], Millis] = field(default_factory=dict)
+    """(tenant, maker) whose chunks are misses from now on, and are about to be doomed; since when they must have made
+    them. No tenant: of all."""
+    bars: dict[tuple[bytes, bytes], Bar] = field(default_factory=dict)
+    """(mark of the tenant or empty, maker) of those whose chunks are stored no more, in this start and earlier ones."""
+    dirty_bars: dict[tuple[bytes, bytes], None] = field(default_factory=dict)
+    """Those that the index does not know yet."""
     makers: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
     """Who is meant where several ranks each committed shards of one chunk: its maker is then a digest of theirs."""
     batch_min: int = field(init=False)
@@ -194,6 +203,7 @@ class State:
         self.pool = Pool(
             segment_bytes=limits.segment_bytes, count=limits.segment_count, alignment=limits.slot_alignment
         )
+        self.quotas = Quotas(limits, self.pool, self.counters)
         self.batch_min = limits.batch_min
         self.policy = POLICIES[limits.eviction](self.chunks, limits.batch_min)
         self.policy.lives_min = limits.lives_min
@@ -281,8 +291,11 @@ class State:
         self.policy.opened(namespace)
         namespace.dram = self.policy.candidates()
         header = self.limits.disk_header_bytes
-        sizes = frozenset(self.ssd_slots.slot_bytes(header + length) for length in namespace.shard_bytes)
-        namespace.ssd = self.cold.of(sizes)
+        slots = [self.ssd_slots.slot_bytes(header + length) for length in namespace.shard_bytes]
+        namespace.ssd_chunk_bytes = sum(slots)
+        of_its_own = namespace.tenant if self.quotas.has(Tier.SSD, namespace.tenant) else ""
+        namespace.ssd = self.cold.of(frozenset(slots), of_its_own)
+        self.quotas.opened(namespace)
         if self.limits.directory:
             self.directory.opened(namespace)
 
@@ -293,6 +306,7 @@ class State:
             self.policy.closed(namespace.id)
             if namespace.directory_rows_max:
                 self.directory.gone(namespace)
+        self.quotas.gone(gone)
         self.cold.keep([namespace.ssd for namespace in self.namespaces.values()])
 
     def own_namespace(self, worker: Worker, namespace_id: NamespaceId) -> Namespace:
@@ -480,8 +494,28 @@ class State:
 
     def is_recalled(self, row: int) -> bool:
         """It is about to be doomed."""
-        since = self.recalling.get(self.chunks.maker(row))
-        return since is not None and self.made_since(row, since)
+        maker = self.chunks.maker(row)
+        for tenant in ("", self.namespace_of(row).tenant):
+            since = self.recalling.get((tenant, maker))
+            if since is not None and self.made_since(row, since):
+                return True
+        return False
+
+    def bar(self, bar: Bar) -> None:
+        """What it makes is stored no more, also after a restart, as far as there is an index."""
+        name = bar.mark, bar.maker
+        known = self.bars.get(name)
+        if known is None or (bar.purge and not known.purge):
+            self.bars[name] = bar
+            if self.disk_state is not DiskState.ABSENT:
+                self.dirty_bars[name] = None
+
+    def is_barred(self, tenant: str, maker: bytes, *, purged: bool = False) -> bool:
+        """Whether it was recalled, or quarantined for this tenant; `purged`: and all that it made is to go."""
+        if not self.bars:
+            return False
+        found = self.bars.get((b"", maker)), self.bars.get((tenant_mark(tenant), maker))
+        return any(bar is not None and (bar.purge or not purged) for bar in found)
 
     def _tally(self, namespace: Namespace, row: int, change: int) -> None:
         """Count the row in, or out of, the condition that it is in now."""
@@ -701,6 +735,7 @@ class State:
         if not self.chunks.flags[row] & STORED:
             return
         self.cold_tier.drop(row, corrupt=quarantine)
+        namespace.below -= 1
         self.chunks.flags[row] &= ~(STORED | DURABLE)
         self.note(row)
         self.delete_record(namespace.id, self.chunks.key[row])

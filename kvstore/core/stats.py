@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvstore.core.pool import Phase
@@ -10,14 +11,17 @@ from kvstore.core.requests.resident import Residents
 from kvstore.core.state import State
 from kvstore.core.transfers import Transfers
 from kvstore.core.workers import Worker
-from kvstore.types import DiskState, Reason, SlotState
+from kvstore.types import DiskState, Reason, SlotState, Tier
 
 
-def stats(state: State, worker: Worker, residents: Residents) -> dict[str, Any]:
-    """{"arena": {…}, "ssd": {…}, "pools": [{…}], "namespaces": [{…}], "counters": {…}, "gauges": {…}}
+def stats(
+    state: State, worker: Worker, residents: Residents, remote_bytes: Mapping[str, int]
+) -> dict[str, Any]:
+    """{"arena": {…}, "ssd": {…}, "pools": [{…}], "namespaces": [{…}], "tenants": [{…}], "counters": {…}, "gauges": {…}}
 
     In every pool free + reserved + ready + quarantined = capacity. Counters and gauges of the whole daemon are for
-    admins: another tenant's activity shows in them.
+    admins: another tenant's activity shows in them. `remote_bytes`: by tenant, what this node has put into the REMOTE
+    store.
     """
     seen = {n.id: n for n in state.namespaces.values() if worker.admin or n.tenant == worker.tenant}
     segments: dict[int, int] = {}
@@ -80,6 +84,9 @@ def stats(state: State, worker: Worker, residents: Residents) -> dict[str, Any]:
         "ssd": _cold_tier(state),
         "pools": pools,
         "namespaces": namespaces,
+        "tenants": [
+            _tenant(state, tenant, remote_bytes) for tenant in sorted({row.tenant for row in seen.values()})
+        ],
         "counters": dict(state.counters) if worker.admin else {},
         "gauges": {
             "workers": sum(worker_id > 0 for worker_id in state.workers),  # the daemon's own are below
@@ -95,6 +102,22 @@ def stats(state: State, worker: Worker, residents: Residents) -> dict[str, Any]:
         if worker.admin
         else {},
     }
+
+
+def _tenant(state: State, tenant: str, remote_bytes: Mapping[str, int]) -> dict[str, Any]:
+    """What a tenant has in each tier, and its quota there; 0: none."""
+    quotas = state.quotas
+    used = {
+        Tier.DRAM: quotas.dram_bytes(tenant),
+        Tier.SSD: quotas.ssd_bytes(tenant),
+        Tier.REMOTE: remote_bytes.get(tenant, 0),
+    }
+    row: dict[str, Any] = {"tenant": tenant}
+    for tier, size in used.items():
+        name = tier.name.lower()
+        row[f"{name}_bytes"] = size
+        row[f"{name}_quota"] = quotas.of(tier, tenant) if quotas.has(tier, tenant) else 0
+    return row
 
 
 def traffic(queue: Queue, transfers: Transfers) -> dict[str, float]:

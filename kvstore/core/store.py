@@ -43,7 +43,7 @@ from kvstore.core.transfers import Transfers
 from kvstore.core.workers import EngineGroup, Memory, Worker
 from kvstore.errors import BadRequest, Exhausted, Precondition, StoreError
 from kvstore.layout import NamespaceSpec
-from kvstore.types import Millis, NamespaceId, OpId, Reason
+from kvstore.types import Millis, NamespaceId, OpId, Reason, Tier
 
 RETIRED_DROPS_PER_TICK = 2_000
 """An old epoch's chunks go in steps, so that a reload never holds up the loop."""
@@ -96,7 +96,7 @@ class Store:
         self.sources = Sources(
             self.state,
             lambda row, demanded: self.transfers.reserve_slots(row, demanded=demanded),
-            lambda tenant, maker: self.recalls.is_barred(tenant, maker),
+            self.state.is_barred,
         )
         self.sources.resume = self._resume
         self.shared_sessions = SharedSessions(self.state)
@@ -206,7 +206,7 @@ class Store:
         self.transfers.pump()
         self.sources.pump()
         while self.forgets.makers and self.recalls.has_room:
-            self.recalls.elsewhere(self.forgets.makers.popleft())
+            self.recalls.elsewhere(*self.forgets.makers.popleft())
         self.remote.pump()
         self.forgets.pump()
         self.shared_sessions.pump()
@@ -391,7 +391,7 @@ class Store:
             self.sources.fetch(row, demanded=True)
 
     def _stats(self, worker: Worker) -> ev.Stats:
-        values = stats(self.state, worker, self.residents)
+        values = stats(self.state, worker, self.residents, self.remote.bytes_of)
         if worker.admin:
             values["gauges"] |= traffic(self.queue, self.transfers) | self.actions.gauges()
             values["gauges"] |= self.sources.gauges() | self.remote.gauges() | self.forgets.gauges()
@@ -417,6 +417,15 @@ class Store:
                 field="namespace.groups: chunk bytes",
                 value=spec.chunk_bytes,
                 remedy="raise the daemon's dram_bytes or pin_share_max",
+            )
+        chunk_bytes = sum(state.pool.slot_bytes(size) for size in spec.shard_bytes)
+        quota = state.quotas.of(Tier.DRAM, worker.tenant)
+        if chunk_bytes > quota:
+            raise BadRequest(
+                f"one chunk takes {chunk_bytes} bytes of DRAM, and the quota of tenant {worker.tenant} is {quota}",
+                field="namespace.groups: chunk bytes",
+                value=spec.chunk_bytes,
+                remedy="raise the tenant's quota (the daemon's dram_quotas), or use fewer tokens per chunk",
             )
         if largest > state.limits.reserve_bytes_max:
             raise BadRequest(

@@ -31,6 +31,7 @@ from kvstore.core.chunks import (
 )
 from kvstore.core.cold_tier import ColdTier
 from kvstore.core.namespaces import Namespace
+from kvstore.core.policies import Candidates
 from kvstore.core.pool import Phase, Segment
 from kvstore.core.segments import Segments
 from kvstore.core.state import State
@@ -60,6 +61,8 @@ NEEDED_LAST = 1 << 62
 ROOM_SHARE = 64
 """An SSD of which more than such a part is free has room."""
 BYTES_PER_OP_MAX = 8 << 20
+QUOTA_VICTIMS_MAX = 64
+"""Chunks that go for one other of their tenant."""
 LOOKED_AT_PER_STEP_MAX = 1_024
 """Entries of the queues of writes and of reads, most of which may be stale, in one step."""
 READ_RETRY_MS = 100
@@ -198,6 +201,7 @@ class Transfers:
         self.try_again()
         self._reconsider()
         state.disk_full = False
+        self._trim_to_quotas()
         for op, read in self.reads.items():
             if read.quarantined is None and read.deadline <= state.now:
                 self._late_read(op, read)
@@ -213,6 +217,19 @@ class Transfers:
         if unhealthy and not late and self.probe is None and tier.probe_at <= state.now:
             self.probe = state.new_op()
             tier.probe(self.probe)
+
+    def _trim_to_quotas(self) -> None:
+        """What a start found, of a tenant whose quota was made smaller."""
+        state = self.state
+        if not state.limits.ssd_quotas:
+            return
+        for tenant in state.quotas.namespaces:
+            for _ in range(QUOTA_VICTIMS_MAX):
+                over = state.quotas.ssd_left(tenant) < 0
+                victim = self._quota_victim(tenant, copies=True) if over else None
+                if victim is None:
+                    break
+                state.evict_copy(victim)
 
     def _give_up(self) -> None:
         """The tier is off: what is to be read is on it only, as before."""
@@ -241,7 +258,7 @@ class Transfers:
                     break
                 row, key = state.to_store[0]
                 storable = self._storable(row, key)
-                if storable and not self._is_worth_it(row):
+                if storable and not (self._is_worth_it(row) and self._fits_quota(row)):
                     storable = False
                     self.declined[row] = key, state.chunks.hits[row]
                 if storable and not self._tier.place(row):
@@ -253,8 +270,11 @@ class Transfers:
                     state.chunks.flags[row] &= ~QUEUED
                 if storable:
                     state.chunks.flags[row] |= STORING
+                    state.namespace_of(row).below += 1
                     rows.append(row)
                     size += state.namespace_of(row).payload_bytes
+                else:
+                    state.room += 1  # nothing keeps it in DRAM any more
             if not rows:
                 return
             self._write(rows, size)
@@ -293,16 +313,68 @@ class Transfers:
         if self._is_named(row):
             return True
         worth = state.policy.worth_of(row)
-        if worth == inf or self._has_room():
+        namespace = state.namespace_of(row)
+        if worth == inf:
+            return True
+        if self._has_room() and state.quotas.ssd_left(namespace.tenant) >= namespace.ssd_chunk_bytes:
             return True
         if (
             not state.chunks.flags[row] & TAIL
-            and worth > state.policy.least_worth(state.namespace_of(row).ssd)
+            and worth > state.policy.least_worth(namespace.ssd)
             and self._is_likely_used(row)
         ):
             return True
         state.counters["chunks_not_stored"] += 1
         return state.counters["chunks_not_stored"] % EXPLORE == 0
+
+    def _fits_quota(self, row: int) -> bool:
+        """Whether its tenant may have one more chunk on SSD. Others of its own go for it; they are looked for in a
+        bounded time, so a quota that was made smaller is reached in several steps."""
+        state = self.state
+        namespace = state.namespace_of(row)
+        tenant, size = namespace.tenant, namespace.ssd_chunk_bytes
+        quota = state.quotas.of(Tier.SSD, tenant)
+        for _ in range(QUOTA_VICTIMS_MAX if size <= quota else 0):
+            if state.quotas.ssd_left(tenant) >= size:
+                return True
+            victim = self._quota_victim(tenant, copies=state.write_at_once)
+            if victim is None:
+                break
+            state.evict_copy(victim)
+        state.counters["ssd_quota_refusals"] += 1
+        self._tier.refused(
+            namespace, state.chunks.key[row], f"its tenant's quota of {quota} bytes (ssd_quotas) is in use"
+        )
+        return False
+
+    def _quota_victim(self, tenant: str, *, copies: bool) -> int | None:
+        """Whose copy on SSD goes for another one of the tenant: of what is there alone the next. With `copies` also
+        what is in DRAM too: not for any save, or what is used in DRAM would be written again and again."""
+        state = self.state
+        cold = self._cold_of(tenant)
+        for row in state.policy.unneeded(*cold):
+            return row
+        if copies:
+            flags = state.chunks.flags
+            stored = [
+                row
+                for namespace in state.quotas.namespaces[tenant]
+                for row in state.policy.victims(namespace.dram, QUOTA_VICTIMS_MAX)
+                if flags[row] & (STORED | STORING | PROMOTING) == STORED
+            ]
+            if stored:  # the last to leave DRAM needs its copy last
+                return stored[-1]
+        return next(state.policy.needed(*cold, limit=1), None)
+
+    def _cold_of(self, tenant: str) -> list[Candidates]:
+        mine = self.state.quotas.namespaces[tenant]
+        return list({id(namespace.ssd): namespace.ssd for namespace in mine}.values())
+
+    def _may_fit_quota(self, row: int) -> bool:
+        namespace = self.state.namespace_of(row)
+        if self.state.quotas.ssd_left(namespace.tenant) >= namespace.ssd_chunk_bytes:
+            return True
+        return any(candidates.count for candidates in self._cold_of(namespace.tenant))
 
     def _is_named(self, row: int) -> bool:
         state = self.state
@@ -334,7 +406,9 @@ class Transfers:
             if state.chunks.key[row] != key or flags & (STORED | STORING | QUEUED) or not state.is_hit(row):
                 continue
             now = state.chunks.hits[row]
-            if self._is_named(row) or (now != hits and self._is_worth_it(row)):
+            if not self._may_fit_quota(row):
+                self.declined[row] = key, hits
+            elif self._is_named(row) or (now != hits and self._is_worth_it(row)):
                 state.store_later(row)
             else:
                 self.declined[row] = key, now
@@ -378,6 +452,7 @@ class Transfers:
             else:
                 worst = max(worst, *mine)
                 self._tier.not_stored(row, mine)
+                namespace.below -= 1
                 state.store_later(row)
         for namespace_id, group in groupby(write.rows, chunks.namespace.__getitem__):
             state.unpin(state.namespaces[NamespaceId(namespace_id)], list(group), used=False)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvstore.errors import BadRequest
@@ -101,6 +101,11 @@ _BARE_VALUE = re.compile(r"""(?:[^\s<>"'=`/]|/(?!>))+""")
 _ENTITY = re.compile(r"&(?:(lt|gt|amp|quot|apos)|#([0-9]{1,7})|#x([0-9a-fA-F]{1,6}));")
 _PROLOG = re.compile(r"\s*(?:<\?xml\b|<!DOCTYPE\b|<!--)", re.IGNORECASE)
 _NAMED = {"lt": "<", "gt": ">", "amp": "&", "quot": '"', "apos": "'"}
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether it is the name of an element wherever it stands behind a <."""
+    return _PLAIN_NAME.fullmatch(name) is not None
 
 
 def is_attribute_name(name: str) -> bool:
@@ -186,9 +191,9 @@ class Reader:
         self._line_start = 0
         self._no_comment_end = self._no_cdata_end = False
 
-    def also(self, names: Iterable[str]) -> None:
-        """From here on these are names of elements, too, whatever letters they have."""
-        self._unusual = frozenset(name for name in names if not _PLAIN_NAME.fullmatch(name))
+    def also(self, names: frozenset[str]) -> None:
+        """From here on these are names of elements, too: none of them is plain."""
+        self._unusual = names
         if self._unusual:
             self._pattern = _ANY_NAME
 
@@ -222,7 +227,7 @@ class Reader:
         candidates = 0
         while (found := self._pattern.search(text, at)) is not None:
             name = found[2]
-            if self._unusual and name and name not in self._unusual and not _PLAIN_NAME.fullmatch(name):
+            if self._unusual and name and name not in self._unusual and not is_plain_name(name):
                 at = found.end()
                 continue
             candidates += 1

@@ -32,6 +32,7 @@ from kvstore.promptcache.schema import (
     settle,
 )
 
+_ENDS = ("module", *PARAMETER_TAGS, *ROLES, "prompt")
 Find = Callable[[str], Schema | None]
 """The schema of a name."""
 
@@ -110,11 +111,18 @@ def _write(item: Item, parts: list[str]) -> None:
     parts.append("</module>")
 
 
-def _argument(name: str) -> str:
-    """How it is given."""
-    if is_attribute_name(name):
-        return f'{name}="..." in this tag'
-    return f'<parameter name="{escape(name)}">...</parameter> in this element'
+def _argument(name: str, within: Path) -> str:
+    """How it is given in an element, to a module `within` it that the prompt does not name."""
+    plain = is_attribute_name(name)
+    if not within:
+        element = f'<parameter name="{escape(name)}">...</parameter>'
+        return f'{name}="..." in this tag' if plain else f"{element} in this element"
+    attribute = f' {name}="..."' if plain else ""
+    inner = "" if plain else f'<parameter name="{escape(name)}">...</parameter>'
+    written = f"<{within[-1]}{attribute}>{inner}</{within[-1]}>"
+    for one in reversed(within[:-1]):
+        written = f"<{one}>{written}</{one}>"
+    return f"{written} in this element"
 
 
 def _arguments(arguments: dict[str, str]) -> list[str]:
@@ -166,10 +174,8 @@ class _Parser:
         self.find = find
         self.warnings = Warnings()
         self.schema: Schema | None = None
-        self.names: set[str] = set()
+        self.names: frozenset[str] = frozenset()
         """Of all modules of the schema, and collections."""
-        self.ends: set[str] = set()
-        """What may end, beside documents."""
         self.collections = False
         self.preserve = False
         self.stack: list[_Open] = []
@@ -266,11 +272,9 @@ class _Parser:
                 f"there is no schema {name[:80]}",
                 "see kvctl promptcache list, or put it: kvctl promptcache put",
             )
-        scopes = self.schema.scopes.values()
-        self.names = {name for scope in scopes for name in (*scope.modules, *scope.collections)}
-        self.ends = {*self.names, "module", *PARAMETER_TAGS, *ROLES, "prompt"}
-        self.reader.also(self.names)
-        self.collections = any(scope.collections for scope in scopes)
+        self.names = self.schema.names
+        self.reader.also(self.schema.unusual)
+        self.collections = any(scope.collections for scope in self.schema.scopes.values())
         self.preserve = tag.attributes.get("space", tag.attributes.get("xml:space")) == "preserve"
         owner = _Owner(self.schema.scopes[()], (), None)
         self._arguments(owner, tag, skip=("schema", "space", "xml:space"))
@@ -353,7 +357,8 @@ class _Parser:
             (at for at in reversed(range(len(self.stack))) if self.stack[at].tag.name == tag.name), None
         )
         if depth is None:
-            if self.stack and tag.name not in self.ends:
+            known = tag.name in self.names or tag.name in _ENDS
+            if self.stack and not known:
                 raise self._not_there(self.stack[-1].owner, tag, tag.name)
             self.warnings.add(tag, "ends nothing that was begun, and is ignored")
             return
@@ -440,20 +445,20 @@ class _Parser:
                 if isinstance(item, _Message) and isinstance(one, FreeText):
                     message = item.tag
 
-    def _check_parameters(self, owner: _Owner, tag: Tag) -> None:
+    def _check_parameters(self, owner: _Owner, tag: Tag, within: Path = ()) -> None:
+        """`within`: members of unions that are there by default, from the element of `tag` down."""
         for name, parameter in owner.scope.parameters.items():
             if name not in owner.arguments and parameter.scaffold is None:
                 raise self.error(
                     tag,
                     f"parameter {name} has no argument, and no scaffold",
-                    f"write {_argument(name)}, with at most {parameter.length} tokens",
+                    f"write {_argument(name, within)}, with at most {parameter.length} tokens",
                 )
         assert self.schema is not None
         for union, member in owner.scope.scaffolds.items():
             if union not in owner.chosen:
-                self._check_parameters(
-                    _Owner(self.schema.scopes[(*owner.path, member)], (*owner.path, member), None), tag
-                )
+                path = (*owner.path, member)
+                self._check_parameters(_Owner(self.schema.scopes[path], path, None), tag, (*within, member))
 
     # ------------------------------------------------------------------------------------------------ arguments
 

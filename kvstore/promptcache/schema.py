@@ -21,6 +21,7 @@ from kvstore.promptcache.markup import (
     Warnings,
     decode,
     escape,
+    is_plain_name,
     tag_error,
     tag_pattern,
 )
@@ -134,6 +135,12 @@ class Schema:
     warnings: tuple[str, ...] = field(default=(), compare=False)
     digest: bytes = field(default=b"", compare=False)
     """Of the text: what tells versions apart."""
+    names: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    """Of all modules and collections: what begins a tag in its prompts."""
+    unusual: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    """Of these, names that are no element's elsewhere."""
+    characters: int = field(default=0, repr=False, compare=False)
+    """Of the text."""
 
     @property
     def modules(self) -> Iterator[tuple[Path, Module]]:
@@ -497,6 +504,9 @@ class _Parser:
                         f"there is no module {'/'.join(path)}",
                         "name modules by their paths from the schema down, as a/b",
                     )
+        names = frozenset(
+            name for scope in self.scopes.values() for name in (*scope.modules, *scope.collections)
+        )
         self.root = Schema(
             tag.attributes["name"] or "",
             children,
@@ -504,6 +514,9 @@ class _Parser:
             self.scopes,
             tuple(self.warnings.lines),
             self.digest,
+            names,
+            frozenset(name for name in names if not is_plain_name(name)),
+            len(self.reader.text),
         )
 
     # ---------------------------------------------------------------------------------------------- parameters

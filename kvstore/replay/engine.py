@@ -245,7 +245,7 @@ class Engine:
         machine = self.machine
         while self._published < min(len(self.queue), BACKLOG_MAX):
             job = self.queue[self._published]
-            keys = machine.keys.of(job.turn.chunks)
+            keys = machine.keys_of(job.turn)
             self._hints.append(Hint(_name(job), next(self._order), keys=keys))
             self._published += 1
         if self._hints or self._gone:

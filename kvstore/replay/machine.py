@@ -382,7 +382,7 @@ class Machine:
         self._serve(turn, counted=True)
 
     def _publish(self, number: int, new: range) -> None:
-        hints = tuple(Hint(_job(n), n, keys=self.keys.of(self.trace.turns[n].chunks)) for n in new)
+        hints = tuple(Hint(_job(n), n, keys=self.keys_of(self.trace.turns[n])) for n in new)
         removed = (_job(number),) if number else ()
         self.apply(
             ev.PublishQueue(ev.Ticket(SCHEDULER), self.namespace, hints, removed, snapshot=number == 0)
@@ -405,7 +405,7 @@ class Machine:
     def look_up(self, turn: Turn) -> Lookup:
         """Ask for the turn's chunks behind those that the engine has itself. What is on SSD is read from now on:
         `missing`, until it is in `settled`."""
-        lookup = Lookup(self.keys.of(turn.chunks), in_hbm=self.hbm.leading(turn.chunks))
+        lookup = Lookup(self.keys_of(turn), in_hbm=self.hbm.leading(turn.chunks))
         lookup.served = lookup.in_hbm
         asked = lookup.keys[lookup.in_hbm :]
         if not asked:
@@ -485,10 +485,22 @@ class Machine:
             checksums = (0,) * len(got.extents)
             self.ask(ev.Commit(self.ticket, got.reservation, checksums=checksums))
 
+    def keys_of(self, turn: Turn) -> tuple[ChunkKey, ...]:
+        """Of its prompt. A chunk in which so many tokens are is another one than what grows out of it, though a trace
+        may call both by one number."""
+        keys = self.keys.of(turn.chunks)
+        last = self._last_tokens(turn)
+        if not keys or last == self.trace.chunk_tokens:
+            return keys
+        return (*keys[:-1], ChunkKey(keys[-1] + last.to_bytes(4, "little")))
+
+    def _last_tokens(self, turn: Turn) -> int:
+        """Of the last chunk of its prompt, as it is saved."""
+        return self.trace.chunk_tokens if turn.answer or self._whole else self.trace.last_tokens(turn)
+
     def _counts(self, turn: Turn, count: int) -> tuple[int, ...]:
         """Tokens of the last `count` chunks; none: all are whole. Behind a tail nothing is saved."""
-        full = self.trace.chunk_tokens
-        last = full if turn.answer or self._whole else self.trace.last_tokens(turn)
+        full, last = self.trace.chunk_tokens, self._last_tokens(turn)
         return (full,) * (count - 1) + (last,) if last < full else ()
 
     def count(self, turn: Turn, lookup: Lookup, waited_ms: float) -> None:

@@ -554,6 +554,7 @@ class Daemon:
             extra=fields(
                 chunks=restored.chunks,
                 chunks_dropped=restored.chunks_dropped,
+                chunks_barred=restored.chunks_barred,
                 sessions=restored.sessions,
                 slabs=len(snapshot.slabs),
                 seconds=round(time.monotonic() - began, 3),

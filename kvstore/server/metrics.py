@@ -143,6 +143,7 @@ NAMESPACE = {
     "worker_chunks": ("worker_chunks", "Chunks in memory of the workers' own, as they reported."),
 }
 """Name -> (column of the core's row, help)."""
+TENANT_TIERS = ("dram", "ssd", "remote")
 SLOT_STATES = ("free", "reserved", "ready", "quarantined")
 PENDING = ("being_saved", "being_moved", "on_ssd")
 PREFETCHES = ("on_time", "late", "wasted")
@@ -196,6 +197,7 @@ def families(
             _gauge(name, text, ("namespace",), _sums(rows, label, column))
             for name, (column, text) in NAMESPACE.items()
         ),
+        *_tenants(values["tenants"]),
         _counter(
             "lookups",
             "Keys asked for by Acquire, by what was found.",
@@ -219,6 +221,23 @@ def families(
             if name not in LABELLED
         ),
     ]
+
+
+def _tenants(rows: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
+    used: dict[Labels, float] = {}
+    quota: dict[Labels, float] = {}
+    shown = sorted(rows, key=lambda row: (-row["dram_bytes"] - row["ssd_bytes"], row["tenant"]))[
+        :NAMESPACES_MAX
+    ]
+    for row in shown:
+        for tier in TENANT_TIERS:
+            labels = shorten(row["tenant"]), tier
+            used[labels] = used.get(labels, 0) + row[f"{tier}_bytes"]
+            if row[f"{tier}_quota"]:
+                quota[labels] = row[f"{tier}_quota"]
+    what = "Bytes of a tenant in a tier of this node, padding included; of the largest tenants."
+    yield _gauge("tenant_bytes", what, ("tenant", "tier"), used)
+    yield _gauge("tenant_quota_bytes", "What it may have there; none: no quota.", ("tenant", "tier"), quota)
 
 
 def _hits(rows: Iterable[Mapping[str, Any]]) -> dict[Labels, float]:

@@ -19,6 +19,7 @@ from kvstore.core.policies import Candidates
 from kvstore.core.policies.expected import Expected
 from kvstore.core.policies.hints import Hints
 from kvstore.core.pool import Pool, Segment
+from kvstore.core.quotas import Quotas
 from kvstore.core.remote.forgets import Forgets
 from kvstore.core.remote.saves import RemoteSaves
 from kvstore.core.remote.sessions import SharedSessions
@@ -28,7 +29,7 @@ from kvstore.core.requests.queue import Queue
 from kvstore.core.requests.saves import Saves
 from kvstore.core.requests.sessions import Sessions
 from kvstore.core.requests.touches import Touches
-from kvstore.core.segments import VICTIMS_LOOKED_AT_MAX, Segments
+from kvstore.core.segments import PASSED_OVER_MAX, Segments
 from kvstore.core.ssd.durability import Durability
 from kvstore.core.state import State
 from kvstore.core.transfers import Read, Transfers
@@ -398,10 +399,48 @@ def _awaited(original: Original) -> Any:
     """What somebody asked for, and is about to take, leaves DRAM as if nobody had."""
 
     def evict_one(segments: Segments, namespace: Namespace, sooner_than: int) -> bool:
-        victims = segments.state.policy.victims(namespace.dram, VICTIMS_LOOKED_AT_MAX, sooner_than)
+        victims = segments.state.policy.victims(namespace.dram, PASSED_OVER_MAX, sooner_than)
         return any(map(segments._leave_dram, victims)) or bool(original(segments, namespace, sooner_than))
 
     return evict_one
+
+
+def _one_victim(original: Original) -> Any:
+    """Where the next victim has to stay, nothing goes."""
+
+    def evict_unneeded(
+        segments: Segments, namespace: Namespace, sooner_than: int, awaited: list[int]
+    ) -> bool:
+        row = next(segments.state.policy.unneeded(namespace.dram), None)
+        if row is None or segments._is_asked_for(row, sooner_than):
+            return False
+        return segments._leave_dram(row)
+
+    return evict_unneeded
+
+
+def _no_dram_quota(original: Original) -> Any:
+    """A tenant takes slots without end as long as some are free."""
+    return lambda segments, namespace, slot_bytes, sooner_than: True
+
+
+def _no_ssd_quota(original: Original) -> Any:
+    """What is used on SSD is counted too low: what is being written is forgotten."""
+    return lambda quotas, tenant: original(quotas, tenant) // 2
+
+
+def _no_remote_quota(original: Original) -> Any:
+    """What goes for a chunk of a tenant at its quota may be anybody's."""
+
+    def giving_way(saves: RemoteSaves, names: Any, room: int, size: int, worth: float) -> Any:
+        own = saves.stored_of.values()
+        return (
+            {}
+            if names == () or any(names is mine for mine in own)
+            else original(saves, names, room, size, worth)
+        )
+
+    return giving_way
 
 
 def _any_record(original: Original) -> Any:
@@ -448,7 +487,13 @@ def _told_whole(original: Original) -> Any:
     return manifest
 
 
+def _spares_ssd(original: Original) -> Any:
+    """Of a tenant that is purged only what is in DRAM goes."""
+    return lambda forgets, row: original(forgets, row) if forgets.state.is_resident(row) else None
+
+
 REMOTE_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
+    "over-remote-quota": (RemoteSaves, "_giving_way", _no_remote_quota),
     "any-record": (records, "refusal", _any_record),
     "forgotten-elsewhere": (Forgets, "_drop", _still_here),
     "record-too-new": (RemoteSaves, "_store", _too_new),
@@ -457,7 +502,14 @@ REMOTE_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
 }
 """What only a run with a REMOTE store finds."""
 
+FLEET_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
+    "purge-spares-ssd": (Forgets, "purge_row", _spares_ssd),
+}
+"""What only a run with other nodes finds."""
+
 CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
+    "over-dram-quota": (Segments, "_fits_quota", _no_dram_quota),
+    "over-ssd-quota": (Quotas, "ssd_bytes", _no_ssd_quota),
     "late-bump": (State, "take_effects", _late_bump),
     "early-publish": (Directory, "take", _early_publish),
     "reuse-row": (Directory, "forget", _row_reused),
@@ -493,6 +545,7 @@ CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "touch-pinned": (Touches, "_renew_resident", _touched_pinned),
     "ignore-holes": (Sessions, "_usable", _holes),
     "evict-awaited": (Segments, "_evict_one", _awaited),
+    "one-victim": (Segments, "_evict_unneeded", _one_victim),
     "keep-children": (ChunkTable, "leave_children", _forgets_parent),
 }
 
@@ -503,6 +556,6 @@ def planted(name: str) -> Iterator[None]:
     if not name:
         yield
         return
-    where, attribute, make = (CANARIES | REMOTE_CANARIES)[name]
+    where, attribute, make = (CANARIES | REMOTE_CANARIES | FLEET_CANARIES)[name]
     with mock.patch.object(where, attribute, make(getattr(where, attribute))):
         yield

@@ -14,7 +14,7 @@ from itertools import compress
 from typing import Any
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import DOOMED, DURABLE, NONE, PROMOTING, STORED
+from kvstore.core.chunks import DOOMED, DURABLE, FOREIGN, NONE, PROMOTING, STORED
 from kvstore.core.cold_tier import Restored
 from kvstore.core.ssd.restart import ChunkBatch, Snapshot
 from kvstore.core.ssd.slab_tier import SlabTier
@@ -90,6 +90,7 @@ class Platter:
     chunks: dict[tuple[int, ChunkKey], ev.ChunkRecord] = field(default_factory=dict)
     sessions: dict[tuple[int, bytes], ev.SessionRecord] = field(default_factory=dict)
     makers: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
+    bars: dict[tuple[bytes, bytes], ev.Bar] = field(default_factory=dict)
     rotten: set[DiskPlace] = field(default_factory=set)
     """Records whose bytes changed on the medium, or whose slot was another's already when the daemon ended, and their
     deletion not in the index yet."""
@@ -129,7 +130,8 @@ class Platter:
     def usage(self) -> ev.IndexUsage:
         chunks = sum(CHUNK_ROW_BYTES * len(chunk.places) for chunk in self.chunks.values())
         sessions = sum(_session_bytes(session) for session in self.sessions.values())
-        other = NAMESPACE_ROW_BYTES * len(self.namespaces) + MAKERS_ROW_BYTES * len(self.makers)
+        other = NAMESPACE_ROW_BYTES * len(self.namespaces)
+        other += MAKERS_ROW_BYTES * (len(self.makers) + len(self.bars))
         return ev.IndexUsage(self.index_bytes, chunks, sessions, other)
 
     def apply(self, effect: ev.WriteIndex) -> bool:
@@ -140,7 +142,7 @@ class Platter:
             self._apply(part)
             if part.writes and self.usage.used > self.index_bytes:
                 assert before is not None
-                self.namespaces, self.chunks, self.sessions, self.makers = before
+                self.namespaces, self.chunks, self.sessions, self.makers, self.bars = before
                 return False
             before = None if effect.deletes else _tables_of(self)
         return True
@@ -165,6 +167,7 @@ class Platter:
         for namespace in effect.namespaces:
             self.namespaces[namespace.number] = namespace
         self.makers.update(effect.makers)
+        self.bars.update(((bar.mark, bar.maker), bar) for bar in effect.bars)
         for chunk in effect.chunks:
             assert chunk.namespace in self.namespaces, chunk
             assert self.holds(chunk, after_power_cut=True) or self.is_rotten(chunk), chunk
@@ -202,6 +205,7 @@ class Platter:
             [self._batch(number) for number in sorted({number for number, _ in self.chunks})],
             list(self.sessions.values()),
             self.makers,
+            tuple(self.bars.values()),
             self.usage,
         )
 
@@ -228,12 +232,13 @@ def _session_bytes(session: ev.SessionRecord) -> int:
     return SESSION_ROW_BYTES + ENTRY_BYTES * len(session.entries)
 
 
-def _tables_of(platter: Platter) -> tuple[Any, Any, Any, Any]:
+def _tables_of(platter: Platter) -> tuple[Any, Any, Any, Any, Any]:
     return (
         platter.namespaces.copy(),
         platter.chunks.copy(),
         platter.sessions.copy(),
         platter.makers.copy(),
+        platter.bars.copy(),
     )
 
 
@@ -241,12 +246,27 @@ def _parts(effect: ev.WriteIndex) -> list[ev.WriteIndex]:
     """The transactions of an effect: what goes goes in one, what is written in several."""
     if effect.deletes:
         return [effect]
-    parts = [ev.WriteIndex(effect.op, (), namespaces=effect.namespaces, makers=effect.makers)]
+    parts = [
+        ev.WriteIndex(effect.op, (), namespaces=effect.namespaces, makers=effect.makers, bars=effect.bars)
+    ]
     for start in range(0, len(effect.chunks), ROWS_PER_PART):
         parts.append(ev.WriteIndex(effect.op, (), chunks=effect.chunks[start : start + ROWS_PER_PART]))
     for start in range(0, len(effect.sessions), ROWS_PER_PART):
         parts.append(ev.WriteIndex(effect.op, (), sessions=effect.sessions[start : start + ROWS_PER_PART]))
     return parts
+
+
+@dataclass(frozen=True, slots=True)
+class Purging:
+    """An order to purge a tenant, and what of it there was then."""
+
+    asked_at: int
+    generation: int
+    """The newest of all records."""
+    numbers: set[NamespaceId]
+    chunks: set[tuple[NamespaceId, ChunkKey]]
+    sessions: dict[tuple[int, bytes], int]
+    """With their versions."""
 
 
 class DiskWorld(World):
@@ -258,6 +278,8 @@ class DiskWorld(World):
         self.platter = Platter(index_bytes=index_bytes)
         self._forgetting: dict[tuple[WorkerId, int], tuple[int, dict[ChunkKey, int]]] = {}
         """By request: version of the session, and generations of the keys, when they were asked to be forgotten."""
+        self._purging: dict[tuple[WorkerId, int], Purging] = {}
+        """By request, likewise."""
         self.faults: dict[type, DiskResult] = {}
         """What every op of a kind ends with, until it is removed."""
         self.chance: random.Random | None = None
@@ -290,6 +312,8 @@ class DiskWorld(World):
         self.platter.boot_count += 1
         self.restored: Restored = self.store.restore(self.platter.snapshot(), self.now)
         self.watch.check()
+        for bar in self.platter.bars.values():
+            assert bar.purge <= self.store.state.bars[bar.mark, bar.maker].purge, f"let in again: {bar}"
         if isinstance(self.store.cold_tier, SlabTier):
             Placement(self.store, self.store.cold_tier)
         assert set(self.platter.slabs) >= {
@@ -449,7 +473,42 @@ class DiskWorld(World):
         for event in self._inbox:
             if isinstance(event, ev.Forget):
                 self._note_forget(event)
+            if isinstance(event, ev.PurgeTenant) and not event.dry_run:
+                self._note_purge(event)
         super()._drain()
+
+    def _note_purge(self, event: ev.PurgeTenant) -> None:
+        """What of the tenant is there when it is asked for first."""
+        state = self.store.state
+        numbers = {each.id for each in state.namespaces.values() if each.tenant == event.tenant}
+        chunks = {(number, key) for number in numbers for key in state.namespaces[number].index}
+        chunks |= {(NamespaceId(number), key) for number, key in self.platter.chunks if number in numbers}
+        sessions = {name: one.version for name, one in self.platter.sessions.items() if name[0] in numbers}
+        for name, session in state.sessions.by_name.items():
+            if name[0] in numbers:
+                sessions[name] = max(session.version, sessions.get(name, -1))
+        purging = Purging(state.now, self.store.cold_tier.newest_generation, numbers, chunks, sessions)
+        self._purging.setdefault((event.ticket.worker, event.ticket.request_id), purging)
+
+    def _check_purged(self, purging: Purging) -> None:
+        """It was answered that all of it has gone, from DRAM too, and that nothing brings it back."""
+        platter = self.platter
+        for name, version in purging.sessions.items():
+            platter.forgotten_sessions[name] = max(version, platter.forgotten_sessions.get(name, -1))
+        for chunk in purging.chunks:
+            platter.forgotten_chunks[chunk] = max(purging.generation, platter.forgotten_chunks.get(chunk, -1))
+        platter.check_forgotten()
+        self.check_purged(purging.numbers, purging.asked_at)
+
+    def check_purged(self, numbers: set[NamespaceId], asked_at: int) -> None:
+        """Nothing of these namespaces is served that was made here before."""
+        state = self.store.state
+        for number in numbers & state.namespaces.keys():
+            for key, row in state.namespaces[number].index.items():
+                if not state.is_usable(row) or state.chunks.flags[row] & FOREIGN:
+                    continue
+                born = state.chunks.born_at[row]
+                assert born >= asked_at, f"what was purged at {asked_at} is served: {key!r}, made at {born}"
 
     def _note_forget(self, event: ev.Forget) -> None:
         """What the index may have, or get, of what is to be forgotten, when that is asked for first."""
@@ -492,6 +551,10 @@ class DiskWorld(World):
             self._answered.add(asked)
             if not effect.answer.not_durable:
                 self._check_forgotten(event, asked)
+        if isinstance(event, ev.PurgeTenant) and isinstance(effect.answer, ev.Purged):
+            if asked in self._purging and asked not in self._answered:
+                self._check_purged(self._purging[asked])
+            self._answered.add(asked)
         if isinstance(event, ev.Recall) and isinstance(effect.answer, ev.Recalled) and not event.dry_run:
             if not event.age_ms_max and asked not in self._answered:
                 self._check_recalled(event.maker)

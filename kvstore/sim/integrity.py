@@ -66,6 +66,9 @@ class Facts:
     visible: int
     cold: int
     partial: int
+    below: int
+    """1: it has room on SSD."""
+    arena_bytes: int
     queued: bool
     rows: LinkedRows | Ranked | None
     """The list that it has to be in."""
@@ -123,6 +126,8 @@ class Sums:
         self.namespaces["visible", number] += change * facts.visible
         self.namespaces["cold", number] += change * facts.cold
         self.namespaces["partial", number] += change * facts.partial
+        self.namespaces["below", number] += change * facts.below
+        self.namespaces["arena bytes", number] += change * facts.arena_bytes
         if facts.rows is not None:
             self.lists[id(facts.rows)] += change
 
@@ -234,6 +239,8 @@ class Watch:
         self._arena = Slots(state.pool)
         self._slabs = Slots(state.ssd_slots)
         self._free_rows = b""
+        self._used: dict[tuple[int, str], int] = {}
+        """What tenants with quotas had at the last look."""
         self._pinning: list[Any] = []
         self._pins: Counter[tuple[str, int]] = Counter()
         """Pinned slots by segment, pinned chunks by namespace."""
@@ -243,11 +250,13 @@ class Watch:
         self._refs: Counter[int] = Counter()
         self._sessions: Counter[NamespaceId] = Counter()
         self._to_store: list[Any] = []
+        self._bars = 0
 
     def check(self) -> None:
         """Everything that changed since the last look; raises AssertionError, naming what is wrong."""
         arena, slabs = self._arena.changed(), self._slabs.changed()
         self._look_at_rows(self._changed_rows())
+        self._check_barred()
         self._check_sums()
         self._check_lists()
         _check_owners(self._sums.arena, arena, self._move_targets())
@@ -324,6 +333,20 @@ class Watch:
             assert not [row for row in chunks.free_rows if row in self.facts], chunks.free_rows
         assert self._sums.rows == chunks.rows_used, (self._sums.rows, chunks)
 
+    def _check_barred(self) -> None:
+        """Nothing is served that a maker made who was recalled, or is quarantined for its tenant."""
+        state, flags = self.state, self.state.chunks.flags
+        rows = self.facts.keys() if len(state.bars) != self._bars else self.changed.keys() & self.facts.keys()
+        self._bars = len(state.bars)
+        for row in rows if state.bars else ():
+            served = state.is_hit(row) or flags[row] & (STORED | DOOMED) == STORED
+            if served and not state.is_recalled(row):
+                tenant = state.namespace_of(row).tenant
+                made = [
+                    maker for maker in state.makers_of(row) if state.is_barred(tenant, maker, purged=True)
+                ]
+                assert not made, (state.chunks.describe(row), made)
+
     def _check_free(self, row: int) -> None:
         chunks = self.state.chunks
         where = f"free {row}"
@@ -346,7 +369,7 @@ class Watch:
             assert not flags & (STORED | STORING | PROMOTING | RANKED | FETCHING), chunks.describe(row)
             assert listed == (chunks.refs[row] == 0), chunks.describe(row)
             ghosts = state.ghosts if listed else None
-            return Facts(namespace, 0, 0, 0, bool(flags & QUEUED), ghosts, range(0), (), (), (), family)
+            return Facts(namespace, 0, 0, 0, 0, 0, bool(flags & QUEUED), ghosts, range(0), (), (), (), family)
         shard_rows = range(start, start + namespace.shards)
         assert chunks.ready[row] == sum(chunks.shard_ready[start : start + namespace.shards]), (
             chunks.describe(row)
@@ -390,6 +413,8 @@ class Watch:
             visible=resident and not doomed,
             cold=stored and not resident and not doomed,
             partial=not resident and not stored,
+            below=bool(flags & (STORED | STORING)),
+            arena_bytes=sum(namespace.slot_bytes[shard_row - start] for shard_row in placed),
             queued=bool(flags & QUEUED),
             rows=rows,
             shard_rows=shard_rows,
@@ -471,6 +496,35 @@ class Watch:
             assert count["rows", number] == len(namespace.index), namespace
             counted = (count["visible", number], count["cold", number], count["partial", number])
             assert counted == (namespace.visible, namespace.cold, namespace.partial), (namespace, counted)
+            assert count["below", number] == namespace.below, (namespace, count["below", number])
+        self._check_quotas()
+
+    def _check_quotas(self) -> None:
+        """No tenant has more than its quota; what a compaction copies counts once."""
+        limits, count = self.state.limits, self._sums.namespaces
+        if not (limits.dram_quotas or limits.ssd_quotas or limits.remote_quotas):
+            return
+        dram: Counter[str] = Counter()
+        ssd: Counter[str] = Counter()
+        remote: Counter[str] = Counter()
+        for number, namespace in self.state.namespaces.items():
+            dram[namespace.tenant] += count["arena bytes", number]
+            ssd[namespace.tenant] += count["below", number] * namespace.ssd_chunk_bytes
+        for stored in self._store.remote.stored.values():
+            remote[stored.tenant] += stored.bytes
+        for used, quotas in (
+            (dram, limits.dram_quotas),
+            (ssd, limits.ssd_quotas),
+            (remote, limits.remote_quotas),
+        ):
+            for tenant, size in used.items():
+                before = self._used.get(
+                    (id(quotas), tenant), size
+                )  # of a start that found more, less and less
+                quota = max(before, quotas.get(tenant, quotas.get("*", size)))
+                assert size <= quota, f"{tenant} has {size} bytes of {quota}"
+                self._used[id(quotas), tenant] = size
+        assert +remote == +self._store.remote.bytes_of, (remote, self._store.remote.bytes_of)
 
     def _lists(self) -> Iterable[LinkedRows]:
         state = self.state

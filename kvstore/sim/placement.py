@@ -6,6 +6,7 @@ are being read).
 A file that gives its room to another slot size holds no more chunks that jobs need than any other that may.
 A promotion ahead of need that found no slot is not tried again before something happened that may give it one.
 What somebody asked for and is about to take leaves DRAM for another chunk only when all others have to stay.
+Who saves, or asked for what is on SSD, finds a slot in DRAM if any chunk may leave it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Container, Iterator
 from kvstore.core.chunks import LISTED, NONE, PROMOTING, STORED, STORING
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
-from kvstore.core.segments import VICTIMS_LOOKED_AT_MAX, Segments
+from kvstore.core.segments import PASSED_OVER_MAX, Segments
 from kvstore.core.ssd.slab_tier import SlabTier
 from kvstore.core.store import Store
 from kvstore.types import Millis, NamespaceId, SlotState
@@ -87,6 +88,9 @@ class Placement:
         taken = self._allocate(namespace, slot_bytes, row, sooner_than)
         if ahead and taken is None:
             self._no_slot[namespace.id] = (state.room, self._store.segments.next_chance(namespace))
+        if taken is None and not ahead and not self._store.segments._waits_for_segment(namespace):
+            left = self._others(row, namespace)
+            assert not left or len(left) >= PASSED_OVER_MAX, list(map(state.chunks.describe, left[:3]))
         return taken
 
     def evict_one(self, namespace: Namespace, sooner_than: int) -> bool:
@@ -99,22 +103,22 @@ class Placement:
     def leave_dram(self, row: int) -> bool:
         policy = self._store.state.policy
         awaited = self._evicting and row in self._store.state.demanded and policy.is_awaited(row)
-        others = self._others(row) if awaited else []
+        others = self._others(row, self._store.state.namespace_of(row)) if awaited else []
         left = self._leave_dram(row)
-        if left and len(others) < VICTIMS_LOOKED_AT_MAX:  # no allocation looks at more
+        if left and len(others) < PASSED_OVER_MAX:  # no allocation looks at more
             spared = [other for other in others if not policy.is_awaited(other)]
             assert not spared, [self._store.state.chunks.describe(other) for other in (row, *spared[:3])]
         return left
 
-    def _others(self, row: int) -> list[int]:
-        """The candidates of its namespace that could leave DRAM in its place."""
+    def _others(self, row: int, namespace: Namespace) -> list[int]:
+        """The candidates of this namespace that could leave DRAM in its place."""
         state, segments = self._store.state, self._store.segments
         chunks = state.chunks
         return [
             other
             for other in range(chunks.rows_ever)
             if other != row
-            and chunks.namespace[other] == chunks.namespace[row]
+            and chunks.namespace[other] == namespace.id
             and chunks.flags[other] & LISTED
             and state.is_hit(other)
             and not chunks.pins[other]

@@ -143,9 +143,10 @@ class Directories:
         """The directory says what `lookup` says, of these rows of the chunk table and in number."""
         state = self._store.state
         chunks = state.chunks
-        away = state.disk_state is DiskState.OFF or bool(state.recalling)
+        off, recalled = state.disk_state is DiskState.OFF, {tenant for tenant, _ in state.recalling}
         for number, its in self.published.items():
             namespace = state.namespaces[number]
+            away = off or not recalled.isdisjoint(("", namespace.tenant))
             closed = away or namespace.retired or namespace.directory_full
             assert its.view.closed == closed, (namespace, closed)
             assert its.writer.count == namespace.visible + namespace.cold, (namespace, its.writer)

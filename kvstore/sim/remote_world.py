@@ -112,7 +112,7 @@ class RemoteWorld(DiskWorld):
         for digest, key, maker in effect.forgotten:
             for name, chunk in list(there.items()):
                 if maker:
-                    gone = maker in chunk.makers
+                    gone = maker in chunk.makers and (not key or key in chunk.makers)
                 else:
                     gone = name[0] == digest and key in (b"", name[1])
                 if gone:

@@ -270,6 +270,11 @@ class Check:
                 if isinstance(makers, Defect):
                     where = f"makers {key.removeprefix(format.MAKERS_PREFIX).hex()}"
                     self._row("meta", key, Problem("maker", where, f"its row {makers.value}", ROW))
+            elif key.startswith(format.BARRED_PREFIX):
+                bar = format.decode_barred(key, value)
+                if isinstance(bar, Defect):
+                    where = f"barred maker {key.removeprefix(format.BARRED_PREFIX).hex()}"
+                    self._row("meta", key, Problem("maker", where, f"its row {bar.value}", ROW))
             elif not isinstance(number, Defect):
                 meta[key.decode("ascii", "backslashreplace")] = number
         meta.setdefault("next_slab", 0)  # written with the first slab: until then nothing was stored

@@ -31,6 +31,8 @@ Index tables (LMDB, `<ssd_dir>/index`):
                                                     "next_slab", "probe"
                  "makers:", 16 bytes             -> 16 bytes each of the makers that these 16 bytes stand for in
                                                     chunks that several ranks committed; seal
+                 "barred:", 16 bytes, 16 bytes   -> u8: 1 if all that it made is to go, 0 if it only makes no more;
+                                                    seal. The mark of a tenant, or zeros for all, and a maker
     slabs        u32 number                      -> u64 slot bytes, u64 slots, seal
     namespaces   u32 number                      -> strings (u32 length, bytes): tenant, model, weights digest, layout
                                                     fingerprint, adapter digest, KV scales digest, hash protocol, salt;
@@ -73,6 +75,7 @@ RECORD_HEADER_BYTES = 256
 NO_MAKER = bytes(MAKER_BYTES)
 """How an unknown maker, b"", is stored."""
 MAKERS_PREFIX = b"makers:"
+BARRED_PREFIX = b"barred:"
 SESSION_PAGE_ENTRIES = 250
 """With keys of 32 bytes a page of a session fills two pages of LMDB."""
 
@@ -296,6 +299,25 @@ def decode_makers(value: bytes) -> tuple[bytes, ...] | Defect:
     if not body or len(body) % MAKER_BYTES:
         return Defect.RANGE
     return tuple(body[start : start + MAKER_BYTES] for start in range(0, len(body), MAKER_BYTES))
+
+
+def barred_key(mark: bytes, maker: bytes) -> bytes:
+    return BARRED_PREFIX + (mark or NO_MAKER) + maker
+
+
+def encode_barred(*, purge: bool) -> bytes:
+    return _seal(bytes([purge]))
+
+
+def decode_barred(key: bytes, value: bytes) -> tuple[bytes, bytes, bool] | Defect:
+    """Mark of the tenant (empty: all), maker, and whether all that it made is to go."""
+    body = _unseal(value)
+    if isinstance(body, Defect):
+        return body
+    mark, maker = key[len(BARRED_PREFIX) : -MAKER_BYTES], key[-MAKER_BYTES:]
+    if body not in (b"\0", b"\1") or len(mark) != MAKER_BYTES:
+        return Defect.RANGE
+    return mark.replace(NO_MAKER, b""), maker, body == b"\1"
 
 
 def encode_slab(slot_bytes: int, slots: int) -> bytes:

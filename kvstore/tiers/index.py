@@ -21,7 +21,7 @@ import lmdb
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.events import IndexUsage, NamespaceRecord, SessionEntry, SessionRecord, WriteIndex
+from kvstore.core.events import Bar, IndexUsage, NamespaceRecord, SessionEntry, SessionRecord, WriteIndex
 from kvstore.errors import ConfigError, Exhausted, StoreError, Unavailable
 from kvstore.layout import NamespaceSpec
 from kvstore.tiers import format
@@ -225,7 +225,9 @@ class Index:
         if self.usage.used * SPARSE_SHARE <= self.bytes_max:
             rows_max = max(rows_max, len(batch.chunks) + 1)
         first = batch.chunks[:rows_max]
-        yield WriteIndex(batch.op, (), namespaces=batch.namespaces, makers=batch.makers, chunks=first)
+        yield WriteIndex(
+            batch.op, (), namespaces=batch.namespaces, makers=batch.makers, bars=batch.bars, chunks=first
+        )
         for start in range(rows_max, len(batch.chunks), rows_max):
             yield WriteIndex(batch.op, (), chunks=batch.chunks[start : start + rows_max])
         start, pages = 0, 0
@@ -291,6 +293,20 @@ class Index:
             makers = format.decode_makers(value) if key.startswith(format.MAKERS_PREFIX) else Defect.RANGE
             if not isinstance(makers, Defect):
                 found[key.removeprefix(format.MAKERS_PREFIX)] = makers
+        return found
+
+    def bars(self) -> list[Bar]:
+        """Makers that were recalled or quarantined. One that cannot be read is let in again."""
+        found, bad = [], []
+        for key, value in self._rows("meta", CHUNK_ROWS):
+            if not key.startswith(format.BARRED_PREFIX):
+                continue
+            bar = format.decode_barred(key, value)
+            if isinstance(bar, Defect):
+                bad.append(key)
+            else:
+                found.append(Bar(*bar))
+        self._drop("meta", bad)
         return found
 
     def sessions(self, namespaces: Iterable[int]) -> list[SessionRecord]:
@@ -575,6 +591,8 @@ def _write(to: _Open, txn: Transaction, batch: WriteIndex) -> None:
         txn.put(format.number_key(namespace.number), value, to.namespaces)
     for digest, makers in batch.makers:
         txn.put(format.makers_key(digest), format.encode_makers(makers), to.meta)
+    for bar in batch.bars:
+        txn.put(format.barred_key(bar.mark, bar.maker), format.encode_barred(purge=bar.purge), to.meta)
     for chunk in batch.chunks:
         value = format.encode_chunk(chunk)
         txn.put(format.chunk_key(chunk.namespace, chunk.key), value, to.chunks)
@@ -600,7 +618,7 @@ def _halves(batch: WriteIndex) -> tuple[WriteIndex, WriteIndex]:
 
 
 def _only_deletions(batch: WriteIndex) -> WriteIndex:
-    return replace(batch, namespaces=(), makers=(), chunks=(), sessions=())
+    return replace(batch, namespaces=(), makers=(), bars=(), chunks=(), sessions=())
 
 
 def _table_bytes(stat: Mapping[str, Any]) -> int:

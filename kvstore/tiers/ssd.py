@@ -189,6 +189,7 @@ class SsdTier:
                 namespaces=namespaces,
                 sessions=index.sessions(specs),
                 makers=index.makers(),
+                bars=index.bars(),
                 usage=index.usage,
                 chunks=map(_batch, index.chunks(specs, slabs, direct=self._direct)),
             )

@@ -542,6 +542,7 @@ def stats_to_proto(answer: events.Stats) -> stats_pb2.StatsReply:
         arena=stats_pb2.Arena(**values["arena"]),
         ssd=stats_pb2.Ssd(**values["ssd"]),
         pools=[stats_pb2.PoolStats(**row) for row in values["pools"]],
+        tenants=[stats_pb2.TenantStats(**row) for row in values["tenants"]],
         namespaces=namespaces,
         counters=counters,
         gauges=values["gauges"],

@@ -19,7 +19,7 @@ class WatchStatsRequest(_message.Message):
     def __init__(self, interval_ms: _Optional[int] = ...) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("arena", "pools", "namespaces", "counters", "gauges", "uptime_ms", "version", "boot_id", "ssd")
+    __slots__ = ("arena", "pools", "namespaces", "counters", "gauges", "uptime_ms", "version", "boot_id", "ssd", "tenants")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class StatsReply(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     SSD_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     arena: Arena
     pools: _containers.RepeatedCompositeFieldContainer[PoolStats]
     namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStats]
@@ -52,7 +53,26 @@ class StatsReply(_message.Message):
     version: str
     boot_id: bytes
     ssd: Ssd
-    def __init__(self, arena: _Optional[_Union[Arena, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., uptime_ms: _Optional[int] = ..., version: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., ssd: _Optional[_Union[Ssd, _Mapping]] = ...) -> None: ...
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantStats]
+    def __init__(self, arena: _Optional[_Union[Arena, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., uptime_ms: _Optional[int] = ..., version: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., ssd: _Optional[_Union[Ssd, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ...) -> None: ...
+
+class TenantStats(_message.Message):
+    __slots__ = ("tenant", "dram_bytes", "dram_quota", "ssd_bytes", "ssd_quota", "remote_bytes", "remote_quota")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAM_QUOTA_FIELD_NUMBER: _ClassVar[int]
+    SSD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SSD_QUOTA_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_QUOTA_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    dram_bytes: int
+    dram_quota: int
+    ssd_bytes: int
+    ssd_quota: int
+    remote_bytes: int
+    remote_quota: int
+    def __init__(self, tenant: _Optional[str] = ..., dram_bytes: _Optional[int] = ..., dram_quota: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., ssd_quota: _Optional[int] = ..., remote_bytes: _Optional[int] = ..., remote_quota: _Optional[int] = ...) -> None: ...
 
 class Ssd(_message.Message):
     __slots__ = ("state", "full", "bytes", "slab_bytes", "capacity", "free", "reserved", "ready", "quarantined", "to_store", "oldest_not_durable_ms", "cold_chunks", "why", "index_used_bytes", "index_bytes", "io_errors", "no_space", "corrupt", "index_max_bytes", "index_sessions_bytes", "index_chunks_bytes", "to_forget", "free_bytes", "problems")

@@ -329,8 +329,10 @@ def test_rows_that_are_not_what_they_say(left: Left) -> None:
     left.put("namespaces", format.number_key(78), b"nonsense")
     left.put("meta", format.makers_key(b"d" * 16), format.encode_makers([b"1" * 16, b"2" * 16]))
     left.put("meta", format.makers_key(b"e" * 16), b"x" * 40)
+    left.put("meta", format.barred_key(b"", b"f" * 16), format.encode_barred(purge=True))
+    left.put("meta", format.barred_key(b"t" * 16, b"g" * 16), b"x" * 9)
     done = check(left.ssd)
-    assert done.status == 1 and done.kinds == {"chunk": 5, "slab": 1, "namespace": 1, "maker": 1}, done
+    assert done.status == 1 and done.kinds == {"chunk": 5, "slab": 1, "namespace": 1, "maker": 2}, done
     fixed(left, {chunks[0][4:], chunks[1][4:]})
 
 

@@ -27,6 +27,7 @@ def test_what_alerts_and_dashboard_ask_for_is_exported(start_daemon, tmp_path) -
     settings = {
         **{"ssd_dir": tmp_path / "ssd", "ssd_bytes": "64M", "ssd_slab_bytes": "4M"},
         **{"remote_url": f"file://{tmp_path}/shared", "node_name": "a", "fleet_secret_file": secret},
+        **{"dram_quotas": "*=1G", "ssd_quotas": "*=1G"},
         **{"registry_url": "redis://127.0.0.1:1/0", "peer_address": "127.0.0.1:0", "peer_plaintext": True},
     }
     start_daemon(metrics_port=port, **settings)

@@ -106,6 +106,20 @@ def test_of_what_is_there_in_part_the_rest_is_saved(space: Namespace) -> None:
     check(space, keys)
 
 
+def test_nothing_is_copied_ahead_of_a_grant_when_an_end_of_the_chain_is_known(
+    client: Client, space: Namespace, protection: str
+) -> None:
+    """The daemon is asked first which of it is wanted."""
+    keys = space.keys(np.arange(4 * 16))
+    space.put(keys[:1], values(keys[:1]))
+    space.put(keys[8:], values(keys[8:]))
+    for part in (keys[4:], keys[:4]):  # the last is known; the first is
+        before = client.stats().counters["saves_in_one_message"]
+        assert space.put(part, values(part)).ok
+        assert client.stats().counters["saves_in_one_message"] == before, protection
+    check(space, keys)
+
+
 def test_a_client_that_looks_nothing_up_leaves_it_to_the_daemon(daemon: Any, space: Namespace) -> None:
     """What is ALREADY there was copied for nothing, and its bytes are not looked at."""
     keys = space.keys(np.arange(4 * 4))

@@ -327,3 +327,49 @@ def test_a_forget_while_the_store_is_away_is_told_when_it_is_back(
         eventually(lambda: client.zcard(f"kvs:{{{records.prefix_of()}}}:forgotten") == 4)
     assert "HIT" not in start("b").read(keys)
     a.close()
+
+
+SICK = b"a sick GPU......"
+
+
+def made_by(node: Node, keys: list[Any], maker: bytes) -> None:
+    with node.space.write(keys, maker=maker) as batch:
+        for index in batch.granted:
+            batch.buffer(index)[:] = content(keys[index])
+        assert batch.commit().ok
+
+
+@needs_redis
+@pytest.mark.parametrize("ssd", [False, True], ids=["without-ssd", "ssd"])
+def test_a_quarantined_maker_comes_back_nowhere(
+    start: Callable[..., Node], tmp_path: Path, ssd: bool
+) -> None:
+    """Not from the store, not on another node, not after a `kill -9`."""
+    settings = {"ssd_bytes": 64 << 20, "ssd_slab_bytes": 4 << 20, "ssd_index_bytes": 8 << 20}
+
+    def begin(name: str) -> Node:
+        return start(name, **({"ssd_dir": tmp_path / f"{name}-ssd", **settings} if ssd else {}))
+
+    a, b = begin("a"), begin("b")
+    bad, more, good = a.keys(4), a.keys(4, chain=1), a.keys(4, chain=2)
+    for keys, maker in ((bad, SICK), (more, SICK), (good, b"a good GPU......")):
+        made_by(a, keys, maker)
+    a.stored_remotely(12)
+    assert b.read(bad) == b.read(good) == ["HIT"] * 4
+    assert b.space.report_wrong(bad[:1], healthy=True) == 1
+    assert "HIT" not in b.read(bad) + b.read(more), "here it is a miss at once"
+    eventually(lambda: "HIT" not in a.read(bad) + a.read(more), a.counters)
+    a.close()
+    a.daemon.kill()
+    for node in (begin("a"), b, begin("c")):
+        found = node.read(bad) + node.read(more)
+        assert "HIT" not in found, (node.daemon.run_dir, found)
+        assert node.read(good) == ["HIT"] * 4
+
+        def refused(node: Node = node) -> bool:
+            with node.space.write(bad, maker=SICK) as batch:
+                return not batch.granted
+
+        eventually(refused, node.counters)  # a node that has just begun reads what others have forgotten
+    made_by(b, bad, b"another GPU.....")
+    assert b.read(bad) == ["HIT"] * 4

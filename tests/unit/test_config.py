@@ -19,6 +19,10 @@ OTHERS = {
     "copy_threads": ("3", "3", 3),
     "remote_threads": ("3", "3", 3),
     "remote_writes": ("off", '"off"', "off"),
+    **dict.fromkeys(
+        ("dram_quotas", "ssd_quotas", "remote_quotas"),
+        ("alice=8G,*=1", '{alice = "8G", "*" = 1}', {"alice": 8 << 30, "*": 1}),
+    ),
     "metrics_host": ("0.0.0.0", "'0.0.0.0'", "0.0.0.0"),
 }
 """Settings that do not take just any value: as text, in TOML, and as they are."""
@@ -157,6 +161,9 @@ def test_a_size_of_segments_that_is_named_stays(source, tmp_path):
         (["--dram-bytes=16M"], {}, "dram_bytes=16777216: is smaller than one segment of 33554432 bytes"),
         (["--tenants", "alice"], {}, "tenants=alice: is not tenants by user id: 1000=alice"),
         (["--tenants", "bob=alice"], {}, r"tenants=bob=alice: .* \(write 1000=alice; `id -u USER` prints"),
+        (["--dram-quotas", "alice"], {}, r"dram_quotas=alice: is not sizes by tenant: alice=8G,\*=2G"),
+        (["--ssd-quotas", "alice=much"], {}, "ssd_quotas=alice=much: is not sizes by tenant"),
+        (["--remote-quotas", "*=0"], {}, r"remote_quotas=\*=0: maps the name of a tenant to a size above 0"),
         (
             ["--ssd-bytes", "much"],
             {},
@@ -204,6 +211,20 @@ def test_a_tenant_is_text(name: object) -> None:
 def test_a_tenant_may_have_any_text_for_a_name() -> None:
     for name in ("a" * 256, "ä b/../c*", "\0", "{x}"):
         assert load({"tenants": {"1000": name}}, {}, {}).tenants == {"1000": name}
+
+
+def test_quotas_are_sizes_by_tenant() -> None:
+    for toml, flags in (
+        ({"dram_quotas": {"alice": "8G", "*": 1 << 20}}, {}),
+        ({"dram_quotas": "alice=8G,*=1M"}, {}),
+        ({}, {"dram_quotas": parse_setting("dram_quotas", "alice=8GiB,*=1m")}),
+    ):
+        assert load(toml, {}, flags).dram_quotas == {"alice": 8 << 30, "*": 1 << 20}
+        assert load(toml, {}, flags).limits.dram_quotas == {"alice": 8 << 30, "*": 1 << 20}
+    assert load({"ssd_quotas": {"a,b=c": 5}}, {}, {}).ssd_quotas == {"a,b=c": 5}
+    for wrong in ({"alice": -1}, {"alice": True}, {"": 5}, {"alice": 1.5}, {"alice": "lots"}, 5):
+        with pytest.raises(ConfigError, match="remote_quotas"):
+            load({"remote_quotas": wrong}, {}, {})
 
 
 def test_the_variable_that_names_the_file_is_no_setting() -> None:

@@ -301,11 +301,18 @@ def test_cut_never_clips(offset: int, length: int) -> None:
         memory.cut(np.zeros(100, np.uint8), offset, length)
 
 
-def test_copy_is_bit_for_bit_and_never_repeats() -> None:
+@pytest.mark.parametrize("memcpy", [False, True])
+def test_copy_is_bit_for_bit_and_never_repeats(memcpy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every processor."""
+    monkeypatch.setattr(memory, "_MEMCPY_IS_FASTER", memcpy)
     source = np.random.default_rng(3).integers(0, 256, 100_003, dtype=np.uint8)
     target = np.zeros(100_005, np.uint8)
     memory.copy(target[1:-1], source)
     assert bytes(target) == b"\0" + bytes(source) + b"\0"
+    for copy in (memory.copy_in, memory.copy_out):
+        target[:] = 0
+        copy(target[1:-1], source)
+        assert bytes(target) == b"\0" + bytes(source) + b"\0"
     for size in (1, 2):
         with pytest.raises(AssertionError):
             memory.copy(np.zeros(4, np.uint8), np.ones(size, np.uint8))

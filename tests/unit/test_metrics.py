@@ -61,7 +61,7 @@ def pool(number: int, **values) -> dict:
     }
 
 
-def statistics(namespaces=(), pools=()) -> dict:
+def statistics(namespaces=(), pools=(), tenants=()) -> dict:
     return {
         "arena": {
             "bytes": 40,
@@ -73,6 +73,7 @@ def statistics(namespaces=(), pools=()) -> dict:
         "ssd": {"state": "absent"},
         "pools": list(pools),
         "namespaces": list(namespaces),
+        "tenants": list(tenants),
         "counters": {"chunks_evicted": 7},
         "gauges": {"leases": 8},
     }
@@ -85,6 +86,35 @@ def samples(values: dict, disk=None) -> dict[tuple, float]:
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+
+
+def tenant(name: str, **values) -> dict:
+    sizes = {f"{tier}_{what}": 0 for tier in ("dram", "ssd", "remote") for what in ("bytes", "quota")}
+    return {"tenant": name, **sizes, **values}
+
+
+def test_tenants_have_their_bytes_and_quotas_by_tier():
+    found = samples(
+        statistics(
+            tenants=[tenant("a", dram_bytes=5, dram_quota=9, remote_bytes=2), tenant("b", ssd_bytes=7)]
+        )
+    )
+    assert {
+        key[1:]: value for key, value in found.items() if key[0] == "kvstored_tenant_bytes" and value
+    } == {
+        (("tenant", "a"), ("tier", "dram")): 5,
+        (("tenant", "a"), ("tier", "remote")): 2,
+        (("tenant", "b"), ("tier", "ssd")): 7,
+    }
+    quotas = {key[1:]: value for key, value in found.items() if key[0] == "kvstored_tenant_quota_bytes"}
+    assert quotas == {(("tenant", "a"), ("tier", "dram")): 9}
+
+
+def test_series_of_tenants_are_bounded():
+    many = [tenant(f"t{number}", dram_bytes=number) for number in range(300)]
+    found = [key for key in samples(statistics(tenants=many)) if key[0] == "kvstored_tenant_bytes"]
+    assert len(found) == 3 * 100
+    assert ("kvstored_tenant_bytes", ("tenant", "t299"), ("tier", "dram")) in found
 
 
 def test_names_and_values():

@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvstore.tiers.remote import object_store
+from kvstore.tiers.remote import backend, object_store
 from kvstore.tiers.remote.backend import Book, StoreProblem
 from kvstore.tiers.remote.object_store import ObjectStore
 from kvstore.tiers.remote.records import Description
-from kvstore.tiers.remote.tombstones import Forgotten
+from kvstore.tiers.remote.tombstones import EVERYTHING, Forgotten
 from kvstore.types import ChunkKey
 
 from ..fleet_tools import BOUND_S
@@ -139,7 +140,7 @@ def test_two_that_tell_again_at_once_lose_nothing_of_each_other(folder: Path, no
     folder.mkdir()
     listed = b.store._list_forgotten
 
-    async def a_comes_between() -> list[int]:
+    async def a_comes_between() -> Any:
         found = await listed()
         b.store._list_forgotten = listed  # type: ignore[method-assign]
         other = threading.Thread(target=a.read)
@@ -152,3 +153,103 @@ def test_two_that_tell_again_at_once_lose_nothing_of_each_other(folder: Path, no
     assert b.refuses(b"of a alone", 5), "b wrote over what a had told"
     a.read()
     assert a.count == b.count
+
+
+# ------------------------------------------------------------------------------------------- what cannot be read
+
+
+def tombstone(folder: Path, count: int) -> Path:
+    (found,) = folder.rglob(f"forgotten/{count:012d}")
+    return found
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def test_what_is_damaged_is_written_again_by_a_node_that_has_read_it(folder: Path, node: Make) -> None:
+    a, b = node(), node()
+    a.forget(b"1")
+    a.forget(b"2")
+    b.read()
+    cut(tombstone(folder, 2))
+    late = node()
+    with pytest.raises(StoreProblem, match="damaged: nothing is served before"):
+        late.store.catch_up(time.monotonic() + BOUND_S)
+    b.store._checked_at = 0.0
+    b.read()
+    late.read()
+    assert late.count == 2 and late.refuses(b"2", 1) and late.refuses(b"1", 0)
+    assert not late.refuses(b"3", 0), "more is refused than was forgotten"
+    a.forget(b"3")
+    for each in (b, late):
+        each.read()
+        assert each.refuses(b"3", 2) and not each.refuses(b"3", 3)
+
+
+@pytest.mark.parametrize("how", ["cut", "removed"])
+def test_what_nobody_can_read_any_more_refuses_all_that_was_stored_before_it(
+    folder: Path, node: Make, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Another node's forget, of which this one has not heard: it must not go on as if there were none."""
+    monkeypatch.setattr(object_store, "GAPS_LOOKED_FOR_S", 0.0)
+    behind, a = node(), node()
+    a.forget(b"1")
+    behind.read()
+    a.forget(b"2")
+    a.forget(b"3")
+    path = tombstone(folder, 2)
+    cut(path) if how == "cut" else path.unlink()
+    with pytest.raises(StoreProblem, match=r"damaged|gone"):
+        behind.store.catch_up(time.monotonic() + BOUND_S)
+    assert behind.count == 1
+    monkeypatch.setattr(object_store, "DAMAGED_PATIENCE_S", 0.0)
+    behind.read()
+    assert behind.count == 3
+    assert behind.refuses(b"2", 1) and behind.refuses(b"never heard of", 1), "it may be what was forgotten"
+    assert not behind.refuses(b"never heard of", 2) and behind.refuses(b"3", 2)
+    news, count = behind.book.take_news()
+    assert count == 3 and EVERYTHING in news, "what it has itself may be meant as well"
+    new = node()
+    new.read()
+    assert new.count == 3 and new.refuses(b"never heard of", 1) and not new.refuses(b"never heard of", 2)
+    a.read()
+    assert not a.refuses(b"never heard of", 1), "who has read it knows better"
+
+
+def test_everything_is_dropped_once_more_by_a_start_that_follows_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And by none after that: it would empty the SSD each time."""
+    book = Book(str(path := tmp_path / "journal"))
+    book.learn([(EVERYTHING, 4)], 4, "head")
+    assert EVERYTHING in book.take_news()[0]
+    again = Book(str(path))
+    assert EVERYTHING in again.take_news()[0] and again.tombstones.everything == 4
+    monkeypatch.setattr(backend, "HEEDED_AFTER_S", 0.0)
+    assert not again.take_news()[0]
+    later = Book(str(path))
+    assert EVERYTHING not in later.take_news()[0] and later.tombstones.everything == 4
+
+
+def test_a_count_that_comes_while_it_is_looked_for_is_no_gap(
+    folder: Path, node: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "GAPS_LOOKED_FOR_S", 0.0)
+    monkeypatch.setattr(object_store, "DAMAGED_PATIENCE_S", 0.0)
+    a, b = node(), node()
+    a.forget(b"1")
+    b.read()
+    counts = b.store._counts
+
+    async def two_come() -> list[int]:
+        b.store._counts = counts  # type: ignore[method-assign]
+        other = threading.Thread(target=lambda: (a.forget(b"2"), a.forget(b"3")))
+        other.start()
+        other.join()
+        return [1, 3]
+
+    b.store._counts = two_come  # type: ignore[method-assign]
+    b.store.catch_up(time.monotonic() + BOUND_S)
+    b.read()
+    assert b.count == 3 and not b.refuses(b"never heard of", 0)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.keys import tenant_mark
 from kvstore.tiers.remote import packs, tombstones
 from kvstore.tiers.remote.records import Description
 from kvstore.tiers.remote.redis_store import one_host
@@ -34,6 +35,18 @@ def test_what_was_written_before_a_forget_is_refused_and_what_came_after_is_not(
     assert known.refuses(RECORD)
 
 
+def test_a_quarantine_is_of_one_tenant_alone() -> None:
+    alice, bob = tenant_mark("alice"), tenant_mark("bob")
+    known = Tombstones()
+    known.add((b"", ChunkKey(alice), b"m" * 16), 5)
+    mine = replace(RECORD, makers=(b"m" * 16, b"o" * 16, alice))
+    assert "quarantined" in known.refuses(mine)
+    assert not known.refuses(replace(mine, generation=5))
+    assert not known.refuses(replace(mine, makers=(b"m" * 16, bob)))
+    assert not known.refuses(replace(mine, makers=(b"o" * 16, alice)))
+    assert not known.refuses(RECORD), "it does not say whose it is"
+
+
 FORGOTTEN = st.tuples(
     st.sampled_from([b"", b"n" * 32]), st.binary(max_size=64).map(ChunkKey), st.sampled_from([b"", b"m" * 16])
 )
@@ -53,8 +66,8 @@ def test_tombstones_are_read_back(
     assert tombstones.unpack(packed) == known
     assert all(tombstones.unpack(packed[:length]) != known for length in range(len(packed)))
     lines = tombstones.to_lines(known, pending)
-    assert tombstones.from_lines(lines) == (known, pending)
-    cut, _ = tombstones.from_lines(lines[: len(lines) // 2])  # a crash in the middle of it
+    assert tombstones.from_lines(lines) == (known, pending, True)
+    cut, _, _ = tombstones.from_lines(lines[: len(lines) // 2])  # a crash in the middle of it
     assert cut.at.items() <= known.at.items()
 
 

@@ -20,6 +20,7 @@ import xxhash
 
 from kvstore.config import SSD_OVERHEAD_BYTES, StoreConfig
 from kvstore.core.events import (
+    Bar,
     ChunkRecord,
     CreateSlab,
     DiskDone,
@@ -1223,3 +1224,12 @@ def test_who_several_makers_are_comes_back(plain: Fixture) -> None:
     snapshot = plain.again()
     assert snapshot.makers == dict(makers)
     assert len(keys(snapshot)) == 2
+
+
+def test_who_was_recalled_comes_back(plain: Fixture) -> None:
+    bars = (Bar(b"", b"1" * 16, purge=False), Bar(b"t" * 16, b"1" * 16, purge=True))
+    assert plain.commit(slabs=(), bars=bars).results == (OK,)
+    assert set(plain.again().bars) == set(bars)
+    later = Bar(b"", b"1" * 16, purge=True)
+    assert plain.commit(slabs=(), bars=(later,)).results == (OK,)
+    assert set(plain.again().bars) == {later, bars[1]}

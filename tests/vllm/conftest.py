@@ -4,6 +4,7 @@ An engine takes half a minute to start, so tests share them. What stands for a f
 prefix cache was emptied ("forget"); one test uses a really fresh one.
 """
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -113,6 +114,13 @@ class Engine(Process):
         """What a restart of the engine would make it forget; what it has to save is saved first."""
         assert self.ask(flush=BOUND_S)["flushed"]
         assert self.ask(forget=True)["forgotten"]
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Meanwhile it goes on with its steps, for what others want of it."""
+        self.send(serve=True)
+        yield
+        assert self.ask(stop=True) == {"served": True}
 
     def counts(self) -> dict[str, int]:
         """The connector's counters, both sides."""

@@ -3,10 +3,13 @@
     {"generate": [{"tokens": [...], "max_tokens": 8, "salt": "..."}, ...], "abort": {"1": 3}}  -> {"outputs": [...]}
         all at once; request number 1 is aborted after 3 steps of the engine; "parameters": more of SamplingParams;
         "kv_hints": actions for the offloading; "handed": what a router hands on from another engine, which is in each
-        output too
+        output too; "embed": true: the prompt's embedding is wanted, of a pooling model; "at": the step in which it
+        comes; "events": [{"at": 3, "do": "reset"}, {"at": 5, "do": "signal", "pid": 17, "number": 9}, ...]: between
+        steps, what `happen` knows
     {"reset": true}     new weights epoch           -> {"reset": true or false}
     {"flush": 5.0}      until all is saved          -> {"flushed": ..., "worker": {...}, "scheduler": {...}}
     {"forget": true}    what a restart would make it forget
+    {"serve": true}     steps of the engine until the next line comes, which is no request     -> {"served": true}
     {"metrics": true}                               -> {"name": value}: vLLM's own counters
     {"drop_group": 1}   the store forgets all that the engine has used of this group      -> {"dropped": chunks}
     {"rpc": "reload_weights", "kwargs": {...}}      a call to all ranks      -> {"called": true}
@@ -19,6 +22,7 @@ The first line it writes is {"ready": true}; it ends with its input.
 
 import json
 import os
+import select
 import sys
 import time
 from typing import Any
@@ -47,18 +51,24 @@ def main() -> None:
         answers.flush()
 
     if (offloading := offloading_of(llm)) is not None:
-        note_keys(offloading.secondary_tiers[0])
+        note_keys(tier_of(offloading))
     say({"ready": True})
     for line in sys.stdin:
         request = json.loads(line)
         if "generate" in request:
-            say({"outputs": generate(llm, request["generate"], request.get("abort", {}))})
+            aborts, events = request.get("abort", {}), request.get("events", [])
+            say({"outputs": generate(llm, request["generate"], aborts, events)})
         elif "reset" in request:
             say({"reset": llm.reset_prefix_cache(reset_connector=True)})
         elif "forget" in request:
             say({"forgotten": llm.reset_prefix_cache()})
             if (offloading := offloading_of(llm)) is not None:
                 offloading.primary_tier.reset_cache()
+        elif "serve" in request:
+            while not select.select([sys.stdin], [], [], 0.001)[0]:
+                llm.llm_engine.step()
+            sys.stdin.readline()
+            say({"served": True})
         elif "flush" in request:
             say(flush(llm, request["flush"]))
         elif "drop_group" in request:
@@ -81,29 +91,57 @@ def main() -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
-def generate(llm: Any, wanted: list[dict[str, Any]], aborts: dict[str, int]) -> list[dict[str, Any]]:
-    from vllm import SamplingParams
+def happen(llm: Any, event: dict[str, Any]) -> None:
+    """Between two steps of the engine."""
+    if event["do"] == "signal":
+        os.kill(event["pid"], event["number"])
+    elif event["do"] == "reset":
+        llm.reset_prefix_cache(
+            reset_connector=True
+        )  # in vain while requests hold blocks, but for the connector
+    elif event["do"] == "preempt":
+        try:
+            llm.reset_prefix_cache(reset_running_requests=True, reset_connector=event.get("connector", False))
+        except RuntimeError as error:
+            # All are preempted; requests that wait for a load keep their blocks.
+            if "remote KV transfer" not in str(error):
+                raise
+    elif event["do"] == "call":
+        llm.collective_rpc(event["rpc"], kwargs=event.get("kwargs"))
+    else:
+        raise ValueError(event)
+
+
+def generate(
+    llm: Any, wanted: list[dict[str, Any]], aborts: dict[str, int], events: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    from vllm import PoolingParams, SamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
     engine = llm.llm_engine
     generate.count = getattr(generate, "count", 0) + 1
     names = {}
-    for number, request in enumerate(wanted):
+
+    def add(number: int, request: dict[str, Any]) -> None:
         prompt: dict[str, Any] = {"prompt_token_ids": request["tokens"]}
         if "salt" in request:
             prompt["cache_salt"] = request["salt"]
-        parameters = SamplingParams(
-            **{
-                "max_tokens": request.get("max_tokens", 8),
-                "temperature": 0,
-                "detokenize": False,
-                "logprobs": 1,
-                "ignore_eos": True,
-                "output_kind": RequestOutputKind.FINAL_ONLY,
-                "extra_args": {"kv_transfer_params": request["handed"]} if "handed" in request else None,
-                **request.get("parameters", {}),
-            }
+        parameters = (
+            PoolingParams(task="embed")
+            if request.get("embed")
+            else SamplingParams(
+                **{
+                    "max_tokens": request.get("max_tokens", 8),
+                    "temperature": 0,
+                    "detokenize": False,
+                    "logprobs": 1,
+                    "ignore_eos": True,
+                    "output_kind": RequestOutputKind.FINAL_ONLY,
+                    "extra_args": {"kv_transfer_params": request["handed"]} if "handed" in request else None,
+                    **request.get("parameters", {}),
+                }
+            )
         )
         name = f"r{generate.count}-{number}"
         more: dict[str, Any] = {}
@@ -116,14 +154,24 @@ def generate(llm: Any, wanted: list[dict[str, Any]], aborts: dict[str, int]) -> 
             more["priority"] = request["priority"]
         names[engine.add_request(name, prompt, parameters, **more) or name] = number
         names[name] = number
+
+    late = sorted(enumerate(wanted), key=lambda each: each[1].get("at", 0))
     outputs: dict[int, dict[str, Any]] = {}
     step = 0
-    while engine.has_unfinished_requests():
+    while late or engine.has_unfinished_requests():
+        while late and (late[0][1].get("at", 0) <= step or not engine.has_unfinished_requests()):
+            add(*late.pop(0))
+        for event in events:
+            if event["at"] == step:
+                happen(llm, event)
         for number, at in aborts.items():
             if at == step:
                 engine.abort_request([f"r{generate.count}-{number}"])
         for output in engine.step():
-            if output.finished:
+            if output.finished and wanted[names[output.request_id]].get("embed"):
+                data = output.outputs.data.tolist()
+                outputs[names[output.request_id]] = {"data": data, "cached": output.num_cached_tokens}
+            elif output.finished:
                 best = output.outputs[0]
                 outputs[names[output.request_id]] = {
                     "tokens": list(best.token_ids),
@@ -164,6 +212,11 @@ def offloading_of(llm: Any) -> Any:
     return getattr(getattr(connector, "connector_scheduler", None), "manager", None)
 
 
+def tier_of(offloading: Any) -> Any:
+    """Ours, perhaps one of several."""
+    return next(tier for tier in offloading.secondary_tiers if type(tier).__name__ == "KVStoreTier")
+
+
 def note_keys(tier: Any) -> None:
     """All that the tier is asked about, or has to save."""
     lookup, start = tier.lookup, tier._saver.start
@@ -184,7 +237,7 @@ def drop_group(llm: Any, group: int) -> int:
 
     from kvstore.types import KEYS_PER_REQUEST_MAX
 
-    tier = offloading_of(llm).secondary_tiers[0]
+    tier = tier_of(offloading_of(llm))
     keys = [key for key in ASKED if get_offload_group_idx(key) == group]
     forgotten = 0
     for start in range(0, len(keys), KEYS_PER_REQUEST_MAX):
@@ -201,7 +254,7 @@ def flush(llm: Any, timeout_s: float) -> dict[str, Any]:
         while scheduler.has_requests() and time.monotonic() < until:
             llm.llm_engine.step()
             time.sleep(0.001)
-        tier = offloading.secondary_tiers[0]
+        tier = tier_of(offloading)
         return {
             "flushed": not scheduler.has_requests(),
             "worker": {},

@@ -385,3 +385,47 @@ def test_the_doctor_knows_the_tier(daemon: Daemon, model: Path) -> None:
     assert (elsewhere["check"], elsewhere["ok"]) == ("connector", False) and "run_dir" in elsewhere["remedy"]
     misspelt = with_tier(colour="red")[-1]
     assert (misspelt["check"], misspelt["ok"]) == ("connector", False) and "colour" in misspelt["detail"]
+
+
+def test_the_doctor_looks_into_a_multi_connector(daemon: Daemon, model: Path) -> None:
+    ours = {**transfer_config(daemon.run_dir), "kv_role": "kv_both"}
+    tiered = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 1 << 24,
+            "secondary_tiers": [
+                {
+                    "type": "KVStoreTier",
+                    "module_path": "kvstore.gpu_worker.connectors.vllm.tier",
+                    "run_dir": str(daemon.run_dir),
+                },
+                {"type": "fs", "root_dir": "/nowhere"},
+            ],
+        },
+    }
+    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+
+    def among(*connectors: dict[str, Any], **outer: Any) -> list[dict[str, Any]]:
+        return doctor(
+            daemon,
+            model,
+            kv_connector="MultiConnector",
+            kv_connector_module_path=None,
+            kv_connector_extra_config={"connectors": connectors},
+            **outer,
+        )
+
+    well = among(nixl, ours)
+    assert all(finding["ok"] for finding in well) and well[-1]["check"] == "round trip"
+    path = next(finding for finding in well if finding["check"] == "connector")
+    assert "KVStoreConnector" in path["detail"] and "beside NixlConnector" in path["detail"]
+    failing = among(nixl, ours, kv_load_failure_policy="fail")[-1]
+    assert (failing["check"], failing["ok"]) == ("connector", False) and "recompute" in failing["remedy"]
+    foreign = among(nixl, tiered)[-1]
+    assert (foreign["check"], foreign["ok"]) == ("connector", False)
+    assert "NixlConnector" in foreign["detail"] and "save_what_others_load" in foreign["remedy"]
+    alone = among(tiered)
+    path = next(finding for finding in alone if finding["check"] == "connector")
+    assert "what follows KV of theirs is not saved" in path["detail"], path

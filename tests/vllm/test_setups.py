@@ -127,3 +127,30 @@ def test_beside_another_connector(
     assert all(output["cached"] for output in outputs)
     same(prompts, outputs, exactly=False)
     assert engine.end() == 0
+
+
+@pytest.mark.parametrize("way", ["connector", "tier"])
+def test_embeddings(daemon: Daemon, launch_engine: Launch, way: str) -> None:
+    """A model that answers with a vector: of the prompt's last token, behind blocks that were restored."""
+    settings: dict[str, Any] = {**PATIENT, "salt": f"embeddings {way}"}
+    options = {"runner": "pooling", "max_num_batched_tokens": 96, "enable_prefix_caching": True}
+    if way == "tier":
+        config = tiering(daemon.run_dir, **settings)
+        engine = launch_engine("embeddings-tier", None, kv_transfer_config=config, **options)
+    else:
+        engine = launch_engine("embeddings", daemon.run_dir, settings, **options)
+    prompts = [prompt(40, 200), prompt(41, 97), prompt(42, 2 * BLOCK), prompt(43, 3)]
+
+    def embedded(tokens: list[int], **more: Any) -> dict[str, Any]:
+        (output,) = engine.ask(generate=[{"tokens": tokens, "embed": True, **more}])["outputs"]
+        return dict(output)
+
+    wanted = [embedded(tokens, salt="alone") for tokens in prompts]
+    assert [output["cached"] for output in wanted] == [0] * 4
+    for attempt in range(2):
+        for tokens, expected in zip(prompts, wanted, strict=True):
+            output = embedded(tokens)
+            assert output["data"] == pytest.approx(expected["data"], abs=1e-5)
+            assert bool(output["cached"]) == (attempt == 1 and len(tokens) > BLOCK)
+        engine.forget()
+    assert engine.end() == 0

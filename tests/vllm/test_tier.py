@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,15 @@ def daemon(folder: Path) -> Iterator[Daemon]:
     daemon.stop()
 
 
-def tiering(run_dir: Path, *, rows: int = 128, chunk: int = 1, **settings: Any) -> dict[str, Any]:
-    """What a user would write, with the spec for CPUs instead of vLLM's own."""
+def tiering(
+    run_dir: Path,
+    *,
+    rows: int = 128,
+    chunk: int = 1,
+    others: Sequence[dict[str, Any]] = (),
+    **settings: Any,
+) -> dict[str, Any]:
+    """What a user would write, with the spec for CPUs instead of vLLM's own. `others`: tiers that are asked before."""
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -43,13 +50,14 @@ def tiering(run_dir: Path, *, rows: int = 128, chunk: int = 1, **settings: Any) 
             "cpu_bytes_to_use": rows * ROW_BYTES * chunk,
             "blocks_per_chunk": chunk,
             "secondary_tiers": [
+                *others,
                 {
                     "type": "KVStoreTier",
                     "module_path": "kvstore.gpu_worker.connectors.vllm.tier",
                     "run_dir": str(run_dir),
                     "compute_or_load": False,
                     **settings,
-                }
+                },
             ],
         },
     }

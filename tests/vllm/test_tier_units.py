@@ -225,7 +225,9 @@ def launch(config: Any, daemon: Daemon) -> Iterator[Callable[..., Rig]]:
     """launch(rows=..., **tier settings) -> Rig"""
     rigs: list[Rig] = []
 
-    def start(*specs: Any, rows: int = 6, blocks_per_chunk: int = 1, **settings: Any) -> Rig:
+    def start(
+        *specs: Any, rows: int = 6, blocks_per_chunk: int = 1, others: Sequence[Any] = (), **settings: Any
+    ) -> Rig:
         tier = {
             "type": "KVStoreTier",
             "module_path": "kvstore.gpu_worker.connectors.vllm.tier",
@@ -233,7 +235,11 @@ def launch(config: Any, daemon: Daemon) -> Iterator[Callable[..., Rig]]:
             **settings,
         }
         spec = make(
-            config, caches(*specs), rows=rows, blocks_per_chunk=blocks_per_chunk, secondary_tiers=[tier]
+            config,
+            caches(*specs),
+            rows=rows,
+            blocks_per_chunk=blocks_per_chunk,
+            secondary_tiers=[tier, *copy.deepcopy(others)],
         )
         rigs.append(Rig(spec))
         return rigs[-1]
@@ -742,6 +748,115 @@ def test_rows_of_before_an_update_are_not_saved_after_it(launch: Callable[..., R
     rig.forget()
     assert rig.find(rig.request("four", last), last) == [LookupResult.HIT]
     assert rig.find(rig.request("five", new), new) == [LookupResult.MISS]
+
+
+def test_what_follows_kv_that_another_tier_has_loaded_is_not_saved(
+    launch: Callable[..., Rig], tmp_path: Path
+) -> None:
+    """vLLM's files are named by the model's name, whatever its weights are; what is computed behind their KV is of
+    neither model."""
+    files = [{"type": "fs", "root_dir": str(tmp_path)}]
+    known, new, other = keys_of("known", 2), keys_of("behind", 2), keys_of("elsewhere", 2)
+    before = launch(others=files, salt="before")
+    before.put(before.request("one", known), {known[0]: 1})
+    before.idle()
+
+    rig = launch(others=files, salt="after")
+    context = rig.request("two", [known[0], *new])
+    assert rig.find(context, known[:1]) == [LookupResult.HIT], "out of the file"
+    rig.put(context, {new[0]: 2})
+    # A request that has it from vLLM's own caches, and one that has nothing of it.
+    rig.put(rig.request("three", [known[0], known[1]]), {known[1]: 3})
+    rig.put(rig.request("four", other), {other[0]: 4})
+    rig.idle()
+    counts = rig.tier.tally.total
+    assert (counts["blocks_foreign"], counts["blocks_saved"], counts["bugs"]) == (2, 1, 0)
+
+    alone = launch(salt="after")
+    assert alone.find(alone.request("five", other), other[:1]) == [LookupResult.HIT]
+    for number, key in enumerate((new[0], known[0], known[1])):
+        assert alone.find(alone.request(f"missing {number}", [key]), [key]) == [LookupResult.MISS]
+
+    # While a request goes on that uses it, vLLM's cache keeps it, whatever is reset.
+    rig.reset()
+    rig.put(rig.request("six", [known[0], new[1]]), {new[1]: 5})
+    rig.idle()
+    assert counts["blocks_foreign"] == 3
+    for context in rig.contexts.values():
+        rig.manager.on_request_finished(context)
+    rig.reset()
+    rig.put(rig.request("seven", [known[0], new[1]]), {known[0]: 7, new[1]: 6})
+    rig.idle()
+    assert (counts["blocks_foreign"], counts["blocks_saved"]) == (3, 3)
+
+
+def test_where_another_tier_is_trusted_all_is_saved(launch: Callable[..., Rig], tmp_path: Path) -> None:
+    files = [{"type": "fs", "root_dir": str(tmp_path)}]
+    keys = keys_of("trusted", 2)
+    before = launch(others=files, salt="trusted before")
+    before.put(before.request("one", keys), {keys[0]: 1})
+    before.idle()
+    rig = launch(others=files, salt="trusted", save_what_others_load=True)
+    context = rig.request("two", keys)
+    assert rig.find(context, keys[:1]) == [LookupResult.HIT]
+    rig.put(context, {keys[1]: 2})
+    rig.idle()
+    assert rig.tier.tally.total["blocks_saved"] == 1
+
+
+@pytest.mark.parametrize("how", ["rows of several blocks", "vLLM shows no other tiers"])
+def test_what_another_tier_has_loaded_cannot_be_told(
+    launch: Callable[..., Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Then nothing is saved: a request may share some of a row's blocks and have other keys."""
+    files = [{"type": "fs", "root_dir": str(tmp_path)}]
+    keys, other = keys_of("several", 2), keys_of("several else", 2)
+    size = 2 if how == "rows of several blocks" else 1
+    before = launch(others=files, salt="several before", blocks_per_chunk=size)
+    before.put(before.request("one", keys), {keys[0]: 1})
+    before.idle()
+    if size == 1:
+        monkeypatch.setattr(KVStoreTier, "serve_external_requests", lambda self, parent: None)
+    rig = launch(others=files, salt="several", blocks_per_chunk=size)
+    assert rig.find(rig.request("two", keys), keys[:1]) == [LookupResult.HIT]
+    rig.put(rig.request("three", other), {other[0]: 4})
+    rig.idle()
+    assert (rig.tier.tally.total["blocks_foreign"], rig.tier.tally.total["blocks_saved"]) == (1, 0)
+
+
+class MultiConnector:
+    """As vLLM's, as far as the tier looks for it."""
+
+    def __init__(self, vllm_config: Any, make: Callable[[], Any]) -> None:
+        make()
+
+
+def test_beside_a_connector_that_loads_what_nobody_compares(config: Any) -> None:
+    """vLLM has all blocks of a request saved, also those that another connector has loaded; a tier is not told."""
+    outer = copy.copy(config)
+    outer.kv_transfer_config = copy.copy(config.kv_transfer_config)
+    tiered = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+
+    def among(*others: dict[str, Any], **settings: Any) -> Any:
+        outer.kv_transfer_config.kv_connector_extra_config = {"connectors": [tiered, *others]}
+        tier = {
+            "type": "KVStoreTier",
+            "module_path": "kvstore.gpu_worker.connectors.vllm.tier",
+            "run_dir": "/nowhere",
+            **settings,
+        }
+        made: list[Any] = []
+        MultiConnector(outer, lambda: made.append(make(config, caches(), secondary_tiers=[tier])))
+        made[0].get_manager().shutdown()
+
+    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    with pytest.raises(Unsupported, match="NixlConnector") as refused:
+        among(nixl)
+    assert "save_what_others_load" in refused.value.remedy
+    among(nixl, save_what_others_load=True)
+    among({**nixl, "kv_role": "kv_producer"})
+    among({"kv_connector": "KVStoreConnector", "kv_role": "kv_both"})
+    among()
 
 
 def test_a_save_under_way_is_of_the_weights_before(launch: Callable[..., Rig], daemon: Daemon) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -43,12 +44,17 @@ from kvstore.gpu_worker.connectors.vllm.settings import Settings, TierSettings
 from kvstore.gpu_worker.connectors.vllm.skeleton import planned_cache
 from kvstore.gpu_worker.connectors.vllm.tier_doctor import (
     TIER,
+    beside_other_tiers,
     daemon_room,
     round_trip,
     row_room,
     tier_settings,
 )
-from kvstore.gpu_worker.connectors.vllm.tier_identity import check_engine_settings
+from kvstore.gpu_worker.connectors.vllm.tier_identity import (
+    MULTI_CONNECTOR,
+    check_alone_among,
+    check_engine_settings,
+)
 from kvstore.gpu_worker.connectors.vllm.worker import WorkerSide
 from kvstore.keys import ROOT
 from kvstore.types import ChunkKey
@@ -137,6 +143,9 @@ class Patient:
         paste = f"--kv-transfer-config '{json.dumps(wanted)}'"
         if transfer is None or transfer.kv_connector is None:
             raise Failed("no KV connector is configured", f"add {paste}")
+        others = ""
+        if transfer.kv_connector == MULTI_CONNECTOR:
+            transfer, others = self._among_others(transfer, paste)
         self.tier = tier_settings(transfer)
         if self.tier is not None:
             self._check_directory(self.tier.run_dir, "secondary_tiers.run_dir")
@@ -144,15 +153,42 @@ class Patient:
                 run_dir=self.run_dir,
                 weights_digest=self.tier.weights_digest,
             )
-            return f"{TIER} below vLLM's own host memory, {transfer.kv_role}"
-        named = (transfer.kv_connector, transfer.kv_connector_module_path)
-        if named != (CONNECTOR, MODULE):
-            raise Failed(f"the connector is {named[0]} of {named[1]}", f"use {paste}")
+            beside = beside_other_tiers(transfer, self.tier)
+            return f"{TIER} below vLLM's own host memory, {transfer.kv_role}{beside}{others}"
+        if not _is_connector(transfer):
+            raise Failed(
+                f"the connector is {transfer.kv_connector} of {transfer.kv_connector_module_path}",
+                f"use {paste}",
+            )
         self.settings = Settings.of(transfer.kv_connector_extra_config)
         self._check_directory(self.settings.run_dir, "kv_connector_extra_config.run_dir")
         role = {"kv_both": "saves and loads", "kv_producer": "only saves", "kv_consumer": "only loads"}
         way = "layer by layer" if self.settings.layerwise else "whole requests"
-        return f"{CONNECTOR}, {role[transfer.kv_role]}, {way}"
+        return f"{CONNECTOR}, {role[transfer.kv_role]}, {way}{others}"
+
+    def _among_others(self, outer: Any, paste: str) -> tuple[Any, str]:
+        """Ours of a MultiConnector, which the configuration is set to, and what is beside it."""
+        given = outer.kv_connector_extra_config.get("connectors") or []
+        made = [KVTransferConfig(**each, engine_id=outer.engine_id) for each in given]
+        ours = [each for each in made if _is_connector(each) or tier_settings(each) is not None]
+        if len(ours) != 1:
+            raise Failed(
+                f"of the {len(made)} connectors of the {MULTI_CONNECTOR}, {len(ours)} use the store",
+                "two would keep everything twice: take one out"
+                if ours
+                else f"add to its connectors what is in {paste}",
+            )
+        if outer.kv_load_failure_policy != "recompute":
+            raise Failed(
+                f"vLLM goes by the policy of the {MULTI_CONNECTOR}, which is {outer.kv_load_failure_policy}",
+                'set kv_load_failure_policy to "recompute" there, and in ours',
+            )
+        settings = tier_settings(ours[0])
+        if settings is not None and not settings.save_what_others_load:
+            check_alone_among(given)
+        self.config.kv_transfer_config = ours[0]
+        beside = [str(each.kv_connector) for each in made if each is not ours[0]]
+        return ours[0], f", beside {' and '.join(beside)}" if beside else ""
 
     def _check_directory(self, run_dir: str, setting: str) -> None:
         if run_dir != self.run_dir:
@@ -327,6 +363,10 @@ class Patient:
         return KVCacheConfig(
             BLOCKS_IN_ALL, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, spec)]
         )
+
+
+def _is_connector(transfer: Any) -> bool:
+    return (transfer.kv_connector, transfer.kv_connector_module_path) == (CONNECTOR, MODULE)
 
 
 def _wait(what: Callable[[], bool], timeout_s: float) -> None:

@@ -68,6 +68,9 @@ class TierSettings(Daemon):
     """After that a save is dropped: so long a row of vLLM's memory may be kept from it."""
     save_share_max: float = 0.5
     """Share of vLLM's rows that waiting saves may keep from it. What does not fit is dropped and counted."""
+    save_what_others_load: bool = False
+    """Also save what follows KV that another tier, or another connector of a MultiConnector, has loaded. Only where
+    that surely is of the same weights: nobody compares them."""
     drain_ms: int = 5_000
     """How long a shutdown, or a reset of the cache, waits for what is under way."""
     connect_ms: int = 5_000

@@ -9,6 +9,9 @@ vLLM calls all of this on its scheduler's thread. Nothing here waits, asks the d
     submit_store       the daemon reads the rows; visible only if that ended while they were ours
     submit_load        leased slots are copied into the rows
     get_finished_jobs  each transfer once: done, failed or late; from then on its rows are vLLM's again
+
+Other tiers of the engine load by the hash of the tokens, of whatever weights. What they have loaded is `_foreign`, and
+what a request computes behind it is not saved: it would be named for our weights.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
     get_offload_group_idx,
 )
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, SecondaryTierManager, TransferJob
 
 from kvstore.errors import ConfigError
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
@@ -67,6 +70,7 @@ from kvstore.gpu_worker.connectors.vllm.kv_hints import hints_of
 from kvstore.gpu_worker.connectors.vllm.settings import TierSettings
 from kvstore.gpu_worker.connectors.vllm.steps import Steps
 from kvstore.gpu_worker.connectors.vllm.tier_identity import (
+    check_alone,
     engine_under_construction,
     is_prefix_only,
     namespace_of_rows,
@@ -93,6 +97,8 @@ HINT_AFTER_S = 0.05
 HINT_AGAIN_S = 20.0
 REMEMBERED_MAX = 65_536
 """Keys that were announced as stored, so that their loss can be; events that nobody took yet."""
+FOREIGN_MAX = 1 << 20
+"""Chunks of other tiers that are known by their keys."""
 POLL_S = 30.0
 """Between two questions to the ranks whether their weights changed without a call."""
 VERDICTS = {
@@ -118,6 +124,7 @@ COUNTERS = {
     "blocks_already": "Chunks that the store had already.",
     "blocks_refused": "Chunks not saved: the store had no room, was away or too slow.",
     "blocks_dropped": "Chunks not saved: too many rows waited to be, or they are of a time before a reset.",
+    "blocks_foreign": "Chunks not saved: another tier has loaded what they follow, of weights that nobody compared.",
     "saves_late": "Saves whose time was up.",
     "saves_dropped": "Saves that failed at once, with their chunks.",
     "hints_published": "Waiting requests that the daemon was told of, and keeps chunks for.",
@@ -168,6 +175,17 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._name: Callable[..., NamespaceSpec] = functools.partial(
             namespace_of_rows, engine, offloading_spec, settings, row_bytes=row_bytes
         )
+        self._alone = settings.save_what_others_load or all(
+            tier.get("type") == KVStoreTier.__name__
+            for tier in getattr(offloading_spec, "secondary_tier_configs", ())
+        )
+        """No other tier loads anything."""
+        if not settings.save_what_others_load:
+            check_alone()
+        self._watches_others = False
+        self._foreign: set[bytes] | None = set()
+        """Chunks that other tiers have loaded since vLLM's caches were emptied; None: too many, or blocks of them may
+        be in chunks with other keys, so nothing is saved."""
         executor = executor_under_construction()
         self._watch = Watch(executor, name=settings.weights_digest) if executor is not None else None
         self._known: Known | None = None
@@ -462,6 +480,52 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Nothing to do: a request's whole chain is told of when it ends, in one message."""
 
+    # ----------------------------------------------------------------------------------------------------- other tiers
+
+    @harmless(lambda *_: None)
+    def serve_external_requests(self, parent: ParentManager) -> None:
+        """There are none. But vLLM calls it in each step before any tier loads, with what knows the other tiers."""
+        if self._alone or self._watches_others:
+            return
+        tiers = getattr(getattr(parent, "_m", None), "secondary_tiers", None)
+        if tiers is None:
+            return  # vLLM has changed: nothing is saved
+        for tier in tiers:
+            if not isinstance(tier, KVStoreTier):
+                tier.submit_load = functools.partial(self._loaded_elsewhere, tier.submit_load)
+        self._watches_others = True
+
+    def _loaded_elsewhere(self, load: Callable[[TransferJob], None], given: TransferJob) -> None:
+        try:
+            self._note_foreign(given)
+        except Exception as error:
+            complain(self, self._note_foreign.__name__, error)
+            self._foreign = None
+        load(given)
+
+    def _note_foreign(self, given: TransferJob) -> None:
+        if self._foreign is None:
+            return
+        if not self._foreign:
+            log.info("another tier has loaded KV: what follows it is not saved")
+        self._foreign.update(bytes(key) for key in given.keys)
+        # A request may share some of a chunk's blocks, or of a block's tokens, and have another key.
+        shared = self._offloading_spec.blocks_per_chunk > 1 or any(
+            _position(given.req_context, key) % self._chunk_tokens.get(get_offload_group_idx(key), 1)
+            for key in given.keys
+        )
+        if shared or len(self._foreign) > FOREIGN_MAX:
+            self._foreign = None
+
+    def _is_ours(self, context: ReqContext) -> bool:
+        """Whether this engine has computed all of a request's KV, or has it from the store."""
+        if self._alone:
+            return True
+        if not self._watches_others or self._foreign is None:
+            return False
+        chain = _chain_of(context)
+        return not self._foreign or bool(chain and self._foreign.isdisjoint(chain))
+
     # ------------------------------------------------------------------------------------------------------- transfers
 
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -485,6 +549,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._used = True
         self._mind_weights()
         if self._closed or self._mixed or self._spec is None or context.req_id in self._stale:
+            self._saver.refuse(transfer)
+        elif not self._is_ours(context):
+            self.tally.add(blocks_foreign=len(transfer.keys))
             self._saver.refuse(transfer)
         else:
             self._saver.start(transfer, self._parents(transfer.keys, context))
@@ -591,6 +658,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             self._use(self._base)
         # vLLM's own memory is empty now. What requests that run have computed is `_stale`.
         self._mixed, self._used = False, bool(self._requests)
+        if not self._requests:
+            self._foreign = set()  # else vLLM's cache has kept what they use
         self._leave_the_past()
 
     def _leave_the_past(self) -> None:

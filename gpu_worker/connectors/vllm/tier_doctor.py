@@ -45,6 +45,16 @@ def tier_settings(transfer: Any) -> TierSettings | None:
     return None
 
 
+def beside_other_tiers(transfer: Any, settings: TierSettings) -> str:
+    """What is said of those that the engine has besides."""
+    tiers = transfer.kv_connector_extra_config.get("secondary_tiers") or []
+    others = [str(tier.get("type")) for tier in tiers if tier.get("type") != TIER]
+    if not others:
+        return ""
+    saved = "is saved too" if settings.save_what_others_load else "is not saved"
+    return f", beside the tier {' and '.join(others)}: what follows KV of theirs {saved}"
+
+
 def row_room(config: Any, row_bytes: int) -> str:
     """How much vLLM's own host memory holds."""
     given = int(config.kv_transfer_config.kv_connector_extra_config.get("cpu_bytes_to_use") or 0)

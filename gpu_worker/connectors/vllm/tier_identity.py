@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
@@ -34,6 +35,9 @@ from kvstore.gpu_worker.connectors.vllm.settings import Settings, TierSettings
 from kvstore.layout import GroupKind, GroupSpec, NamespaceSpec
 
 GROUP = "row"
+MULTI_CONNECTOR = "MultiConnector"
+COMPARING = ("OffloadingConnector", "KVStoreConnector")
+"""Of its connectors: the one that has the tier, and the one that loads by the weights' digest."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,34 @@ def engine_under_construction() -> Engine | None:
             return Engine(config, cache)
         frame = frame.f_back
     return None
+
+
+def check_alone() -> None:
+    """Raises Unsupported if the tier is being made for one of several connectors, and another one loads: in whose
+    blocks what is, a tier is not told."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        config, outer = frame.f_locals.get("vllm_config"), frame.f_locals.get("self")
+        if isinstance(config, VllmConfig) and type(outer).__name__ == MULTI_CONNECTOR:
+            check_alone_among(config.kv_transfer_config.kv_connector_extra_config.get("connectors") or ())
+        frame = frame.f_back
+
+
+def check_alone_among(connectors: Sequence[Mapping[str, Any]]) -> None:
+    """`connectors`: as a MultiConnector is configured with them. Raises Unsupported."""
+    others = [
+        str(each.get("kv_connector"))
+        for each in connectors
+        if each.get("kv_role") != "kv_producer" and each.get("kv_connector") not in COMPARING
+    ]
+    if others:
+        raise Unsupported(
+            f"{' and '.join(others)} may load KV of weights that nobody compares with ours, and vLLM has it saved here",
+            field="kv_connector",
+            value=MULTI_CONNECTOR,
+            remedy="use the connector KVStoreConnector, which tells them apart; or set save_what_others_load of the "
+            "tier, if the engines that they load from surely hold the same weights",
+        )
 
 
 def check_engine(engine: Engine, blocks_per_chunk: int = 1) -> list[Group]:

@@ -39,6 +39,7 @@ from kvstore.answers import (
 )
 from kvstore.core.events.effects import (
     AssignSegment,
+    Bar,
     Checksum,
     ChunkAbout,
     ChunkRecord,
@@ -155,6 +156,7 @@ __all__ = [
     "ApplyActions",
     "AssignSegment",
     "Backlog",
+    "Bar",
     "Checksum",
     "ChunkAbout",
     "ChunkHistory",

@@ -305,6 +305,17 @@ class SessionRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Bar:
+    """A maker whose chunks are not stored any more."""
+
+    mark: bytes
+    """`keys.tenant_mark` of the tenant for which it is quarantined; empty: it was recalled for all."""
+    maker: bytes
+    purge: bool
+    """All that it made is to go, also what a restart finds."""
+
+
+@dataclass(frozen=True, slots=True)
 class WriteIndex:
     """fdatasync `slabs`, then transactions of the index, in this order: what the index names is on the disk.
 
@@ -320,6 +331,7 @@ class WriteIndex:
     makers: tuple[tuple[bytes, tuple[bytes, ...]], ...] = ()
     """Digests that stand for several makers in `chunks`, and who they are."""
     makers_deleted: tuple[bytes, ...] = ()
+    bars: tuple[Bar, ...] = ()
     chunks: tuple[ChunkRecord, ...] = ()
     chunks_deleted: tuple[tuple[int, ChunkKey], ...] = ()
     sessions: tuple[SessionRecord, ...] = ()
@@ -338,7 +350,7 @@ class WriteIndex:
 
     @property
     def writes(self) -> bool:
-        return bool(self.chunks or self.sessions or self.namespaces or self.makers)
+        return bool(self.chunks or self.sessions or self.namespaces or self.makers or self.bars)
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,7 +433,8 @@ class ForgetChunks:
     op: OpId
     source: str
     forgotten: tuple[tuple[bytes, ChunkKey, bytes], ...]
-    """(digest of the namespace, key, maker): a maker alone, all of a namespace, or one key of it."""
+    """(digest of the namespace, key, maker): a maker alone; a maker for one tenant, whose `keys.tenant_mark` the key is
+    then; all of a namespace, or one key of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,8 +91,8 @@ class Forgets:
         self.channels = {name: Channel(name) for name in state.limits.forgets_told}
         self.held: deque[Held] = deque()
         self._learned: deque[Learned] = deque()
-        self.makers: deque[bytes] = deque()
-        """That were recalled elsewhere; the store hands them on."""
+        self.makers: deque[tuple[bytes, bytes]] = deque()
+        """(mark of the tenant or empty, maker) that were recalled or quarantined elsewhere; the store hands them on."""
         self._searched_at: Millis | None = None
         self._counts: dict[str, int] = {}
         """By channel: up to which count all was heeded or handed on."""
@@ -162,9 +162,10 @@ class Forgets:
         if self.channels:
             self._note(namespace.salt, ChunkKey(b""), b"")
 
-    def forget_maker(self, maker: bytes) -> None:
+    def forget_maker(self, maker: bytes, mark: bytes = b"") -> None:
+        """What it made, for the tenant with that mark if there is one."""
         if self.channels:
-            self._note(b"", ChunkKey(b""), maker)
+            self._note(b"", ChunkKey(mark), maker)
 
     def _note(self, digest: bytes, key: ChunkKey, maker: bytes) -> None:
         for channel in self.channels.values():
@@ -287,7 +288,7 @@ class Forgets:
                 learned.rows.extend((row, key) for key, row in namespace.index.items())
             return
         if maker:
-            self.makers.append(maker)
+            self.makers.append((key, maker))
             return
         found = by_digest.get(digest)
         if found is None:

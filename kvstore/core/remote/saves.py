@@ -16,10 +16,11 @@ What is forgotten there: `forgets.py`.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby, islice
+from math import inf
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DERIVED, DOOMED, KEPT, NONE
@@ -27,7 +28,7 @@ from kvstore.core.namespaces import Namespace
 from kvstore.core.remote.sources import Sources
 from kvstore.core.state import State
 from kvstore.keys import tenant_mark
-from kvstore.types import ChunkKey, DiskResult, Extents, Found, Millis, NamespaceId, OpId, Reason
+from kvstore.types import ChunkKey, DiskResult, Extents, Found, Millis, NamespaceId, OpId, Reason, Tier
 
 QUEUED_MAX = 8_192
 """Chunks that wait for their write; the oldest are passed over."""
@@ -59,6 +60,7 @@ class Store:
 class Stored:
     """A chunk that this node has put there."""
 
+    tenant: str
     bytes: int
     worth: float
     """When it was admitted, in expected hits per byte and millisecond."""
@@ -75,6 +77,10 @@ class RemoteSaves:
         self.stores: dict[OpId, Store] = {}
         self.stored: OrderedDict[tuple[NamespaceId, ChunkKey], Stored] = OrderedDict()
         self.stored_bytes = 0
+        self.stored_of: dict[str, OrderedDict[tuple[NamespaceId, ChunkKey], None]] = {}
+        """The same by tenant, of those with a quota,"""
+        self.bytes_of: Counter[str] = Counter()
+        """and how many bytes each tenant has there."""
         self._dropped: list[tuple[Namespace, ChunkKey]] = []
 
     def __repr__(self) -> str:
@@ -137,7 +143,12 @@ class RemoteSaves:
                 return
             capacity = sum(segment.capacity for segment in slab.segments.values())
             if slab.free * ALMOST_FULL > capacity or state.pool.idle:
-                return
+                left, quota = (
+                    state.quotas.dram_left(namespace.tenant),
+                    state.quotas.of(Tier.DRAM, namespace.tenant),
+                )
+                if left * ALMOST_FULL > quota:
+                    return
         self._queue(list(state.policy.victims(namespace.dram, VICTIMS_AHEAD)))
 
     def _is_there(self, row: int) -> bool:
@@ -183,33 +194,58 @@ class RemoteSaves:
             return False
         size = namespace.payload_bytes
         share = state.limits.remote_bytes_max
+        quota = state.quotas.of(Tier.REMOTE, namespace.tenant)
         if size > share:
             return False
         named = bool(chunks.flags[row] & KEPT or chunks.refs[row] or row in state.policy.rank)
         worth = state.policy.worth_of(row) / size
-        room = share - self.stored_bytes
-        victims = []
-        for name, stored in islice(self.stored.items(), LOOKED_AT_PER_STEP_MAX):
-            if room >= size:
-                break
-            if self._comes_again(name):
-                continue
-            if not named and stored.worth > worth:
-                state.counters["remote_chunks_not_admitted"] += 1
-                return False
-            victims.append(name)
-            room += stored.bytes
-        if room < size:
+        own = self._giving_way(
+            self.stored_of.get(namespace.tenant, ()),
+            quota - self.bytes_of[namespace.tenant],
+            size,
+            inf if named else worth,
+        )
+        if own is None:
+            state.counters["remote_quota_refusals"] += 1
+            return False
+        freed = sum(self.stored[name].bytes for name in own)
+        others = (name for name in self.stored if name not in own)
+        victims = self._giving_way(others, share - self.stored_bytes + freed, size, inf if named else worth)
+        if victims is None:
             state.counters["remote_chunks_not_admitted"] += 1
             return False
-        for name in victims:
+        for name in (*own, *victims):
             self._forget_stored(name)
             found = state.namespaces.get(name[0])
             if found is not None:
                 self._dropped.append((found, name[1]))
-        self.stored[namespace.id, chunks.key[row]] = Stored(size, worth)
+        name = namespace.id, chunks.key[row]
+        self.stored[name] = Stored(namespace.tenant, size, worth)
         self.stored_bytes += size
+        self.bytes_of[namespace.tenant] += size
+        if state.quotas.has(Tier.REMOTE, namespace.tenant):
+            self.stored_of.setdefault(namespace.tenant, OrderedDict())[name] = None
         return True
+
+    def _giving_way(
+        self, names: Iterable[tuple[NamespaceId, ChunkKey]], room: int, size: int, worth: float
+    ) -> dict[tuple[NamespaceId, ChunkKey], None] | None:
+        """Which of these, the oldest first, go until there is `room` for so many bytes; None: too few that are worth
+        less, or they come again."""
+        going: dict[tuple[NamespaceId, ChunkKey], None] = {}
+        if room >= size:
+            return going
+        for name in islice(names, LOOKED_AT_PER_STEP_MAX):
+            if self._comes_again(name):
+                continue
+            stored = self.stored[name]
+            if stored.worth > worth:
+                return None
+            going[name] = None
+            room += stored.bytes
+            if room >= size:
+                return going
+        return None
 
     def _comes_again(self, name: tuple[NamespaceId, ChunkKey]) -> bool:
         """It is about to leave DRAM, too: two that went for each other would be written without end."""
@@ -226,6 +262,9 @@ class RemoteSaves:
         stored = self.stored.pop(name, None)
         if stored is not None:
             self.stored_bytes -= stored.bytes
+            self.bytes_of[stored.tenant] -= stored.bytes
+            if mine := self.stored_of.get(stored.tenant):
+                mine.pop(name, None)
 
     def _store(self, rows: list[int], size: int) -> None:
         state = self.state

@@ -51,6 +51,7 @@ def refused(
     slab = state.pool.classes.get((namespace.id, namespace.slot_bytes[0]))
     free += slab.free // namespace.shards if slab is not None else 0
     free += sum(segment.capacity for segment in state.pool.idle.values()) if state.pool.idle else 0
+    free = min(free, state.quotas.dram_left(namespace.tenant) // namespace.chunk_bytes)
     tokens = [counts[number] for number in numbers]
     parent = index.get(above, NONE) if above else NONE
     admitted = state.policy.admitted(namespace, rows, parent, tokens, free)

@@ -10,12 +10,15 @@ listed again as long as they name the chunks. A chunk of several ranks goes if a
 Workers have no such right, but say what they found wrong (`report_wrong`). A maker is *quarantined* for the tenant of
 who says so: the same purge, within that tenant alone, since callers name makers themselves. It takes a worker whose
 self-test passes, or two: one that is sick finds everything wrong, and must not purge what is good.
+
+Who was recalled or quarantined is barred (`State.bars`): the index keeps that for the next start, and other nodes are
+told. A restart leaves out what such a maker made and a purge had not reached yet (`core/ssd/restart.py`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -39,7 +42,9 @@ ENTRIES_PER_STEP_MAX = 20_000
 """What one step looks at: some ten milliseconds at most. The rest comes when nothing waits, or at ticks."""
 RECALLS_MAX = 16
 ACCUSED_MAX = 4_096
-"""Makers of which it is remembered who found what they made wrong, and as many that are quarantined."""
+"""Makers of which it is remembered who found what they made wrong."""
+QUARANTINED_MAX = 4_096
+"""Of one tenant, since the start; what others of it made is purged all the same. Nobody fills the table alone."""
 ACCUSERS_MIN = 2
 PATIENCE_MS = 20_000
 """For the index; then the caller is told that it is not durable yet, and may ask again."""
@@ -83,15 +88,15 @@ class Recalls:
         self._forgets = forgets
         self._tier = tier
         self.purges: list[Purge] = []
-        self._barred: set[bytes] = set()
+        self._quarantines: Counter[str] = Counter()
+        """By tenant."""
         self._accused: OrderedDict[tuple[str, bytes], set[str]] = OrderedDict()
         """Of a tenant's makers: which engine groups found something wrong that they had made."""
-        self._quarantined: OrderedDict[tuple[str, bytes], None] = OrderedDict()
         self.drop_session: Callable[[Session], None] = lambda session: None
         """Set by the store."""
 
     def __repr__(self) -> str:
-        return f"Recalls({len(self.purges)} under way, {len(self._barred)} makers barred)"
+        return f"Recalls({len(self.purges)} under way, {len(self.state.bars)} makers barred)"
 
     def ask(self, worker: Worker, event: ev.Recall) -> ev.Recalled | None:
         """None: answered later."""
@@ -102,7 +107,7 @@ class Recalls:
         since = state.now - event.age_ms_max if event.age_ms_max else -1
         purge = Purge(event.ticket, event, since)
         if not event.dry_run:
-            self._bar(event.maker)  # raises, and then nothing was done
+            self._bar(event.maker, purge=not event.age_ms_max)  # raises, and then nothing was done
             self._end_reservations(event.maker)
             self._forgets.forget_maker(event.maker)
             state.counters["recalls"] += 1
@@ -144,8 +149,16 @@ class Recalls:
         self.purges.append(purge)
         self._step(purge)
 
-    def elsewhere(self, maker: bytes) -> None:
-        """Another node was told to recall it: nobody waits for an answer here."""
+    def elsewhere(self, mark: bytes, maker: bytes) -> None:
+        """Another node was told to recall it, or has quarantined it for the tenant with that mark: nobody waits for an
+        answer here."""
+        if mark:
+            if self.has_room_for_bars:
+                self.state.bar(ev.Bar(mark, maker, purge=True))
+            for tenant in {each.tenant for each in self.state.namespaces.values()}:
+                if tenant_mark(tenant) == mark:
+                    self._purge_of(tenant, ev.Recall(ev.Ticket(WorkerId(0)), maker, sessions_max=0))
+            return
         if is_tenant_mark(maker):
             known = {each.tenant for each in self.state.namespaces.values()}
             found = next((tenant for tenant in known if tenant_mark(tenant) == maker), None)
@@ -154,8 +167,8 @@ class Recalls:
             else:
                 self.state.effects.append(ev.TenantPurged(maker))
             return
-        if len(self._barred) < self.state.limits.makers_barred_max:
-            self._barred.add(maker)
+        if self.has_room_for_bars:
+            self.state.bar(ev.Bar(b"", maker, purge=True))
         self._end_reservations(maker)
         purge = Purge(None, ev.Recall(ev.Ticket(WorkerId(0)), maker, sessions_max=0), -1)
         self.purges.append(purge)
@@ -186,7 +199,7 @@ class Recalls:
 
     def _accuse(self, worker: Worker, maker: bytes, event: ev.ReportDuplicates) -> bool:
         name = worker.tenant, maker
-        if self.is_barred(*name):
+        if self.state.is_barred(*name):
             return False
         accusers = self._accused.setdefault(name, set())
         accusers.add(worker.group.name)
@@ -202,19 +215,25 @@ class Recalls:
 
     def _quarantine(self, tenant: str, event: ev.Recall) -> None:
         state = self.state
-        maker = event.maker
-        self._quarantined[tenant, maker] = None
-        if len(self._quarantined) > ACCUSED_MAX:
-            self._quarantined.popitem(last=False)
-        self._end_reservations(maker, tenant)
+        mark = tenant_mark(tenant)
+        if self._quarantines[tenant] < QUARANTINED_MAX and self.has_room_for_bars:
+            self._quarantines[tenant] += 1
+            state.bar(ev.Bar(mark, event.maker, purge=True))
         state.counters["makers_quarantined"] += 1
+        self._forgets.forget_maker(event.maker, mark)
+        self._purge_of(tenant, event)
+
+    def _purge_of(self, tenant: str, event: ev.Recall) -> None:
+        """What this maker made for this tenant goes."""
+        self._end_reservations(event.maker, tenant)
         purge = Purge(None, event, -1, tenant=tenant)
         self.purges.append(purge)
+        self._guard()
         self._step(purge)
 
     def check(self, tenant: str, maker: bytes) -> None:
         """Raises Denied for the reservation of a maker that was recalled, or quarantined for that tenant."""
-        if self.is_barred(tenant, maker):
+        if self.state.is_barred(tenant, maker):
             raise Denied(
                 "was recalled: what it makes is not stored",
                 field="maker",
@@ -222,20 +241,20 @@ class Recalls:
                 remedy="start that worker anew; it is another maker then",
             )
 
-    def is_barred(self, tenant: str, maker: bytes) -> bool:
-        return maker in self._barred or (tenant, maker) in self._quarantined
+    @property
+    def has_room_for_bars(self) -> bool:
+        return len(self.state.bars) < self.state.limits.makers_barred_max
 
-    def _bar(self, maker: bytes) -> None:
+    def _bar(self, maker: bytes, *, purge: bool) -> None:
         """No maker is let in again to make room for another: one more than the bound is not recalled."""
-        barred_max = self.state.limits.makers_barred_max
-        if maker not in self._barred and len(self._barred) >= barred_max:
+        if (b"", maker) not in self.state.bars and not self.has_room_for_bars:
             raise Exhausted(
-                f"{barred_max} makers were recalled since the start of the daemon, and all stay barred",
+                f"{len(self.state.bars)} makers were recalled or quarantined, and all stay barred",
                 field="recall",
                 value=maker,
-                remedy="end the workers that were recalled and start the daemon anew; then recall this one",
+                remedy="end the workers that were recalled and start with an empty ssd_dir",
             )
-        self._barred.add(maker)
+        self.state.bar(ev.Bar(b"", maker, purge))
 
     # ------------------------------------------------------------------------------------------------------- stepping
 
@@ -277,11 +296,12 @@ class Recalls:
 
     def _guard(self) -> None:
         """What is about to be doomed is a miss already."""
-        recalling: dict[bytes, Millis] = {}
+        recalling: dict[tuple[str, bytes], Millis] = {}
         for purge in self.purges:
-            if purge.dropped_at is None and not purge.event.dry_run and purge.tenant is None:
+            if purge.dropped_at is None and not purge.event.dry_run and not purge.everything:
                 for maker in self.state.ids_of(purge.event.maker):
-                    recalling[maker] = min(purge.born_since, recalling.get(maker, purge.born_since))
+                    name = purge.tenant or "", maker
+                    recalling[name] = min(purge.born_since, recalling.get(name, purge.born_since))
         self.state.recalling = recalling
 
     def _drop(self, purge: Purge) -> bool:
@@ -292,7 +312,11 @@ class Recalls:
         chunks = state.chunks
         drops = DROPS_PER_STEP_MAX
         end = min(purge.row + ROWS_PER_STEP_MAX, chunks.rows_ever)
-        made = (chunks.rows_of_maker(maker, purge.row, end) for maker in state.ids_of(purge.event.maker))
+        makers = [maker for maker in state.ids_of(purge.event.maker) if chunks.is_maker(maker)]
+        if not makers:
+            purge.row = chunks.rows_ever
+            return True
+        made = (chunks.rows_of_maker(maker, purge.row, end) for maker in makers)
         for row in sorted(itertools.chain.from_iterable(made)):
             if chunks.shard0[row] == NONE or not state.made_since(row, purge.born_since):
                 continue

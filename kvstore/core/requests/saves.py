@@ -246,7 +246,8 @@ class Saves:
                 for number in placed:
                     state.free_slot(*state.unplace_shard(row, number))
                 self._drop_if_empty(namespace, row)
-                return GrantResult.FULL
+                over = state.quotas.dram_left(namespace.tenant) < namespace.slot_bytes[shard]
+                return GrantResult.QUOTA if over else GrantResult.FULL
             state.place_shard(row, shard, *taken)
             placed.append(shard)
         reservation.rows.append(row)
@@ -309,7 +310,8 @@ class Saves:
                 self._describe_new(namespace, granted, part, parents, counts, event)
                 rows += granted
                 continue
-            fit = min(room - len(rows), slab.free // len(shards))
+            left = state.quotas.dram_left(namespace.tenant) // wanted
+            fit = min(room - len(rows), slab.free // len(shards), left)
             if not asked:
                 fit = min(fit, -(-self._segments.until_short(slab) // len(shards)))
             part = slice(run.start + len(rows), run.start + len(rows) + fit)

@@ -143,7 +143,8 @@ class Durability:
         """Whether a restart now would forget something. A namespace that was only opened is nothing to remember: its
         row goes along with the first chunk or session in it."""
         state = self.state
-        return bool(self.index or state.dirty_chunks or state.dirty_sessions or self.forgetting)
+        dirty = state.dirty_chunks or state.dirty_sessions or state.dirty_bars
+        return bool(self.index or dirty or self.forgetting)
 
     @property
     def forgetting(self) -> bool:
@@ -214,6 +215,8 @@ class Durability:
         """When something has waited for a quarter of durable_within, somebody waits for durability, a batch is full, or
         room was made for what found none."""
         state = self.state
+        if state.dirty_bars:
+            return True
         if not (state.dirty_chunks or state.dirty_sessions or self.dirty_namespaces):
             return False
         oldest = min(self._oldest(state.dirty_chunks), self._oldest(state.dirty_sessions))
@@ -324,11 +327,14 @@ class Durability:
         self.deleted_makers = [digest for digest in self.deleted_makers if digest not in makers]
         new = tuple(ev.NamespaceRecord(n.id, n.tenant, n.spec) for n in self.dirty_namespaces.values())
         self.dirty_namespaces = {}
+        bars = tuple(state.bars[name] for name in state.dirty_bars)
+        state.dirty_bars = {}
         effect = ev.WriteIndex(
             op,
             tuple(sorted(self.unsynced)),
             namespaces=new,
             makers=tuple((digest, state.makers[digest]) for digest in makers),
+            bars=bars,
             chunks=tuple(puts),
             sessions=tuple(sessions),
         )
@@ -438,6 +444,7 @@ class Durability:
         names = [name for name in names if name in state.sessions.by_name]
         state.dirty_sessions = _older_first(names, since, state.dirty_sessions)
         self._cut_again(write.cut)
+        state.dirty_bars.update(((bar.mark, bar.maker), None) for bar in effect.bars)
         for new in effect.namespaces:
             namespace = state.namespaces.get(NamespaceId(new.number))
             if namespace is not None:
@@ -602,6 +609,17 @@ class Durability:
                 DeadlineExceeded("committed and visible, but not durable in time", field="wait"),
             )
         self.waits = self.waits or {}  # what was emptied from its front keeps the holes
+
+    def refused(self, chunk: tuple[NamespaceId, ChunkKey], why: str) -> None:
+        """Nobody waits any longer for what is not going to be written."""
+        for number, wait in list(self._waits_of.get(chunk, {}).items()):
+            del self.waits[number]
+            for missing in wait.missing:
+                others = self._waits_of[missing]
+                del others[number]
+                if not others:
+                    del self._waits_of[missing]
+            self._answer_not_durable(wait.ticket, why)
 
     def fail_waits(self, why: str) -> None:
         """The tier degrades: nobody waits for it."""

@@ -24,7 +24,7 @@ from kvstore.core.chunks import (
     TAIL,
 )
 from kvstore.core.cold_tier import Restored
-from kvstore.core.events import IndexUsage, NamespaceRecord, SessionEntry, SessionRecord
+from kvstore.core.events import Bar, IndexUsage, NamespaceRecord, SessionEntry, SessionRecord
 from kvstore.core.manifests import Manifest, Session
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
@@ -67,6 +67,7 @@ class Snapshot:
     sessions: Sequence[SessionRecord] = ()
     makers: Mapping[bytes, tuple[bytes, ...]] = field(default_factory=dict)
     """Digests that stand for several makers."""
+    bars: Sequence[Bar] = ()
     usage: IndexUsage | None = None
 
 
@@ -78,6 +79,7 @@ def restore(state: State, files: Slabs, durability: Durability, snapshot: Snapsh
     state.restored_at = state.now
     state.index_usage = snapshot.usage
     state.makers.update(snapshot.makers)
+    state.bars.update(((bar.mark, bar.maker), bar) for bar in snapshot.bars)
     durability.indexed_makers.update(snapshot.makers)
     state.sessions.begin_versions(snapshot.boot_count)
     slabs = _slabs(state, files, snapshot, done)
@@ -97,7 +99,7 @@ def restore(state: State, files: Slabs, durability: Durability, snapshot: Snapsh
         elif batch.shards != namespace.shards:
             _drop(state, namespace, batch.keys, done)
         else:
-            _chunks(state, files, namespace, batch, slabs, done)
+            _chunks(state, files, namespace, _without_barred(state, namespace, batch, done), slabs, done)
     for slab in slabs.values():
         _count_slots(state, slab)
     for session in snapshot.sessions:
@@ -192,7 +194,27 @@ def _chunks(
     namespace.index.update(zip(keys, range(first, first + count), strict=True))
     state.policy.add_last_many(namespace.ssd, np.arange(first, first + count))
     namespace.cold += count
+    namespace.below += count
     done.chunks += count
+
+
+def _without_barred(state: State, namespace: Namespace, batch: ChunkBatch, done: Restored) -> ChunkBatch:
+    """What a purge of its maker had not reached when the daemon ended is deleted now."""
+    barred = [
+        number
+        for number, maker in enumerate(batch.makers)
+        if any(
+            state.is_barred(namespace.tenant, member, purged=True)
+            for member in state.makers.get(maker, (maker,))
+        )
+    ]
+    if not barred:
+        return batch
+    gone = set(np.flatnonzero(np.isin(np.asarray(batch.maker), barred)).tolist())
+    for number in gone:
+        state.delete_record(namespace.id, ChunkKey(batch.keys[number]))
+    done.chunks_barred += len(gone)
+    return _without(batch, gone)
 
 
 def _claim(

@@ -249,6 +249,9 @@ class SlabTier(ColdTier):
     ) -> None:
         self.durability.await_durable(ticket, namespace, keys, answer)
 
+    def refused(self, namespace: Namespace, key: ChunkKey, why: str) -> None:
+        self.durability.refused((namespace.id, key), why)
+
     def await_gone(self, ticket: ev.Ticket | None, count: int) -> ev.Done | None:
         return self.durability.await_gone(ticket, count)
 

@@ -80,6 +80,10 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
+HEEDED_AFTER_S = 60.0
+"""So long after the core was told to drop EVERYTHING its index holds nothing of it any more."""
+
+
 class Book:
     """The tombstones that this node knows, shared by its threads, and its journal on disk."""
 
@@ -92,18 +96,24 @@ class Book:
         self.tombstones = Tombstones()
         self.pending: dict[Forgotten, None] = {}
         """What was forgotten here and no store knows yet: refused here all the same."""
+        self._heeded = True
+        """Whether what this node had went when EVERYTHING was forgotten: else a start drops it once more."""
         self._announced: dict[Forgotten, int] = {}
         """And what is not even in the journal yet, how often. Read by threads that have no lock,"""
         self._announcing = threading.Lock()
         """changed under this one, which nobody holds while he waits for a disk."""
         if self._path is not None:
             with suppress(OSError, UnicodeDecodeError):
-                self.tombstones, pending = tombstones.from_lines(self._path.read_text())
+                self.tombstones, pending, self._heeded = tombstones.from_lines(self._path.read_text())
                 self.pending = dict.fromkeys(pending)
+        self._handed_on_at: float | None = None
+        """When the core was last told of EVERYTHING."""
         self.unsaved = ""
         """Why the journal does not hold all of this; empty: it does."""
         # What was read before a crash may not have left the index: it is heeded once more.
         self._news = [*self.tombstones.at, *self.pending]
+        if not self._heeded:
+            self._news.append(tombstones.EVERYTHING)
 
     @property
     def seen(self) -> tuple[int, str]:
@@ -116,21 +126,30 @@ class Book:
     ) -> None:
         """`own`: this node has dropped them before it told of them."""
         with self.lock:
-            before = self.tombstones.count, self.tombstones.head
+            before = self.tombstones.count, self.tombstones.head, self.tombstones.everything
             for forgotten, at in entries:
+                if forgotten == tombstones.EVERYTHING:
+                    if self.tombstones.everything < at:
+                        self.tombstones.everything, self._heeded = at, False
+                        self._news.append(forgotten)
+                    continue
                 if not own and self.tombstones.at.get(forgotten, 0) < at:
                     self._news.append(forgotten)
-                if forgotten != tombstones.EVERYTHING:
-                    self.tombstones.add(forgotten, at)
+                self.tombstones.add(forgotten, at)
             if count >= self.tombstones.count:
                 self.tombstones.count, self.tombstones.head = count, head
-            if before != (self.tombstones.count, self.tombstones.head):
+            if before != (self.tombstones.count, self.tombstones.head, self.tombstones.everything):
                 self._save()
 
     def take_news(self) -> tuple[tuple[Forgotten, ...], int]:
         """What others have forgotten and nobody here has been told of, and the count up to which that is all."""
         with self.lock:
             news, self._news = tuple(dict.fromkeys(self._news)), []
+            if tombstones.EVERYTHING in news:
+                self._handed_on_at = time.monotonic()
+            elif self._handed_on_at is not None and time.monotonic() - self._handed_on_at > HEEDED_AFTER_S:
+                self._handed_on_at, self._heeded = None, True
+                self._save()
             return news, self.tombstones.count
 
     def announce(self, forgotten: Iterable[Forgotten]) -> None:
@@ -170,9 +189,20 @@ class Book:
     def _is_pending(self, d: records.Description) -> bool:
         none = ChunkKey(b"")
         about = [(d.namespace, d.key, b""), (d.namespace, none, b""), *((b"", none, m) for m in d.makers)]
+        about += tombstones.quarantines_of(d)
         return any(one in self.pending or one in self._announced for one in about)
 
+    def forgotten_at(self, count: int) -> list[tuple[Forgotten, int]]:
+        """What was forgotten at this count, and not again since."""
+        with self.lock:
+            found = [(one, at) for one, at in self.tombstones.at.items() if at == count]
+            if self.tombstones.everything == count:
+                found.append((tombstones.EVERYTHING, count))
+            return found
+
     def everything(self) -> list[Forgotten]:
+        """That is told a store which lost it. EVERYTHING is not: who has not heard of that has a count of before it,
+        and a store that leads him on from there."""
         with self.lock:
             return [*self.tombstones.at, *self.pending]
 
@@ -183,7 +213,7 @@ class Book:
         new = self._path.with_suffix(".new")
         try:
             with open(new, "w") as file:
-                file.write(tombstones.to_lines(self.tombstones, self.pending))
+                file.write(tombstones.to_lines(self.tombstones, self.pending, heeded=self._heeded))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(new, self._path)

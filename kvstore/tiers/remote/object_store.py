@@ -46,10 +46,19 @@ ASK_ALL = 16
 KNOWN_CHECKED_S = 1.0
 """How often it is looked whether the store still has what this node knows."""
 FORGETS_PER_CATCH_UP_MAX = 100_000
+DAMAGED_PATIENCE_S = 30.0
+"""What was forgotten at a count, and cannot be read, is written again by a node that has read it, if there is one by
+then. Else EVERYTHING counts as forgotten."""
+GAPS_LOOKED_FOR_S = 60.0
+"""How often it is looked whether the next count is missing, though others follow."""
 FULL = ("StorageFull", "No space left", "QuotaExceeded", "InsufficientStorage", "os error 28", "os error 122")
 T = TypeVar("T")
 Where = tuple[str, tuple[tuple[int, int], ...]]
 """(object, (start, length) of each shard's record)"""
+
+
+class Damaged:
+    """The object of a forget that cannot be read."""
 
 
 class ObjectStore:
@@ -77,6 +86,9 @@ class ObjectStore:
         self._mine = threading.local()
         self._runners: list[asyncio.Runner] = []
         self._listed = False
+        self._gaps_looked_for_at = 0.0
+        self._unreadable: dict[int, float] = {}
+        """Counts whose object is damaged, or gone, since when."""
         self._checked_at = 0.0
         self._catching_up = threading.Lock()
         self._fetch_ms = 20.0
@@ -345,24 +357,80 @@ class ObjectStore:
             known, head = self._book.seen
             if known and time.monotonic() - self._checked_at > KNOWN_CHECKED_S:
                 there = self._run(deadline, lambda: self._get_forgotten(known))
-                if there is None or there.head != head:
+                if isinstance(there, Damaged):
+                    self._write_again(known, deadline)
+                elif there is None or there.head != head:
                     self._tell_again(known, deadline)
                 self._checked_at = time.monotonic()
             if not self._listed:
-                self._run(deadline, self._list_forgotten)
+                self._learn_all(self._run(deadline, self._list_forgotten), deadline)
                 self._listed = True
             for _ in range(FORGETS_PER_CATCH_UP_MAX):
                 count = self._book.seen[0] + 1
                 more = self._run(deadline, partial(self._get_forgotten, count))
-                if more is None:
+                if more is None and not self._is_passed_over(count, deadline):
+                    self._unreadable.clear()
                     return
-                self._book.learn(more.at.items(), max(count, more.count), more.head)
+                self._learn(count, more, deadline)
+
+    def _is_passed_over(self, count: int, deadline: float) -> bool:
+        """Whether others follow a count that is not there: somebody removed it."""
+        if time.monotonic() - self._gaps_looked_for_at < GAPS_LOOKED_FOR_S and not self._unreadable:
+            return False
+        self._gaps_looked_for_at = time.monotonic()
+        later = [other for other in self._run(deadline, self._counts) if other > count]
+        # Both may have come since: it before them.
+        return bool(later) and self._run(deadline, partial(self._get_forgotten, count)) is None
+
+    def _learn_all(self, there: Sequence[tuple[int, Tombstones | Damaged | None]], deadline: float) -> None:
+        for count, found in there:
+            if found is not None:
+                self._learn(count, found, deadline)
+
+    def _learn(self, count: int, found: Tombstones | Damaged | None, deadline: float) -> None:
+        """What was forgotten at this count. Raises StoreProblem while that cannot be read, and may be again."""
+        if isinstance(found, Tombstones):
+            self._unreadable.pop(count, None)
+            self._book.learn(found.at.items(), max(count, found.count), found.head)
+            return
+        if count <= self._book.seen[0]:
+            self._write_again(count, deadline)
+            return
+        since = self._unreadable.setdefault(count, time.monotonic())
+        left_s = since + DAMAGED_PATIENCE_S - time.monotonic()
+        what = f"{self._forgotten(count)} is {'gone' if found is None else 'damaged'}"
+        if left_s > 0:
+            raise StoreProblem(
+                f"{what}: nothing is served before a node that has read it writes it again, or {left_s:.0f} s have"
+                " passed; then all that was stored before it counts as forgotten"
+            )
+        del self._unreadable[count]
+        log.error("%s: all that was stored before it counts as forgotten, here and in the REMOTE store", what)
+        said = Tombstones(count, head=f"{random.getrandbits(60):015x}")
+        said.add(tombstones.EVERYTHING, count)
+        self._overwrite(count, said, deadline)
+        self._book.learn(said.at.items(), count, said.head)
+
+    def _write_again(self, count: int, deadline: float) -> None:
+        """A damaged object of which this node knows what it said."""
+        known, head = self._book.seen
+        said = Tombstones(count, head=head if count == known else f"{random.getrandbits(60):015x}")
+        for one, at in self._book.forgotten_at(count):
+            said.add(one, at)
+        log.warning("%s was damaged, and is written again", self._forgotten(count))
+        self._overwrite(count, said, deadline)
+
+    def _overwrite(self, count: int, said: Tombstones, deadline: float) -> None:
+        path, data = self._forgotten(count), tombstones.pack(said)
+        self._run(deadline, lambda: obstore.put_async(self._store, path, data, use_multipart=False))
 
     def _tell_again(self, known: int, deadline: float) -> None:
         """The store was wiped, an older copy was put back, or this node was away for longer than forgets are kept."""
         is_told = False
         while not is_told:
-            counts = self._run(deadline, self._list_forgotten)
+            there = self._run(deadline, self._list_forgotten)
+            counts = [count for count, _ in there]
+            self._learn_all(there, deadline)
             # Also what stood there at a count that records have passed meanwhile.
             ours = self._book.everything()
             if counts and counts[0] > known + 1:
@@ -393,20 +461,15 @@ class ObjectStore:
             return False
         return True
 
-    async def _get_forgotten(self, count: int) -> Tombstones | None:
+    async def _get_forgotten(self, count: int) -> Tombstones | Damaged | None:
         try:
             got = await obstore.get_async(self._store, self._forgotten(count))
         except (FileNotFoundError, obstore.exceptions.NotFoundError):
             return None
-        found = tombstones.unpack(bytes(await got.bytes_async()))
-        if found is None:
-            raise ValueError(
-                f"{self._forgotten(count)} is damaged: nothing is served before it is mended or removed"
-            )
-        return found
+        return tombstones.unpack(bytes(await got.bytes_async())) or Damaged()
 
-    async def _list_forgotten(self) -> list[int]:
-        """Read all that is there: the counts may begin anywhere, for old ones are removed. In their order."""
+    async def _counts(self) -> list[int]:
+        """In their order; they may begin anywhere, for old ones are removed."""
         counts: list[int] = []
         async for page in obstore.list(self._store, prefix=f"{self._prefix}/forgotten"):
             for entry in page:
@@ -414,14 +477,16 @@ class ObjectStore:
                 if name.isascii() and name.isdigit():
                     counts.append(int(name))
         counts.sort()
+        return counts
 
-        def get(count: int) -> Callable[[], Awaitable[Tombstones | None]]:
+    async def _list_forgotten(self) -> list[tuple[int, Tombstones | Damaged | None]]:
+        """All that is there, by count."""
+        counts = await self._counts()
+
+        def get(count: int) -> Callable[[], Awaitable[Tombstones | Damaged | None]]:
             return lambda: self._get_forgotten(count)
 
-        for count, found in zip(counts, await self._all(list(map(get, counts))), strict=True):
-            if found is not None:
-                self._book.learn(found.at.items(), max(count, found.count), found.head)
-        return counts
+        return list(zip(counts, await self._all(list(map(get, counts))), strict=True))
 
     async def _delete_under(self, prefix: str, before: datetime | None) -> None:
         """What is there, or what is older."""

@@ -18,13 +18,16 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from kvstore.keys import is_tenant_mark
 from kvstore.tiers.remote.records import Description
 from kvstore.types import MAKER_BYTES, ChunkKey
 
 Forgotten = tuple[bytes, ChunkKey, bytes]
-"""(digest of the namespace, key, maker): a maker alone, all of a namespace, or one key of it."""
+"""(digest of the namespace, key, maker): a maker alone; a maker for one tenant (then the key is the tenant's mark); all
+of a namespace, or one key of it."""
 EVERYTHING: Forgotten = (b"", ChunkKey(b""), b"")
-"""What a node has missed, and nobody knows any more: all that it has may have been forgotten."""
+"""What a node has missed, and nobody knows any more: all that it has, and all records of before that count, may have
+been forgotten."""
 DIGEST_BYTES = 32
 _NO_DIGEST, _NO_MAKER = bytes(DIGEST_BYTES), bytes(MAKER_BYTES)
 _LINE = struct.Struct("<QH")
@@ -44,6 +47,13 @@ def decode(data: bytes) -> Forgotten | None:
     return (digest if digest != _NO_DIGEST else b""), key, (maker if maker != _NO_MAKER else b"")
 
 
+def quarantines_of(d: Description) -> Iterator[Forgotten]:
+    """What would be told of its makers if one was quarantined for its tenant."""
+    for mark in filter(is_tenant_mark, d.makers):
+        for maker in d.makers:
+            yield b"", ChunkKey(mark), maker
+
+
 @dataclass(slots=True)
 class Tombstones:
     """All that one node knows. Guarded by whoever owns it."""
@@ -54,6 +64,8 @@ class Tombstones:
     """and what was drawn for it."""
     at: dict[Forgotten, int] = field(default_factory=dict)
     """At which count each was forgotten last."""
+    everything: int = 0
+    """The highest count at which EVERYTHING was."""
 
     def __repr__(self) -> str:
         return f"Tombstones({len(self.at)} up to {self.count})"
@@ -65,6 +77,8 @@ class Tombstones:
 
     def refuses(self, d: Description) -> str:
         """Why a record must not be served; empty: no forget stands against it."""
+        if self.everything > d.generation:
+            return "what was forgotten since cannot be read any more"
         key = (d.namespace, d.key, b"")
         if self.at.get(key, 0) > d.generation:
             return "it was forgotten"
@@ -73,6 +87,9 @@ class Tombstones:
         for maker in d.makers:
             if self.at.get((b"", ChunkKey(b""), maker), 0) > d.generation:
                 return "its maker was recalled"
+        for quarantine in quarantines_of(d):
+            if self.at.get(quarantine, 0) > d.generation:
+                return "its maker is quarantined"
         return ""
 
     def forget_older(self, count: int) -> None:
@@ -109,9 +126,11 @@ def unpack(data: bytes) -> Tombstones | None:
     return found
 
 
-def to_lines(tombstones: Tombstones, pending: Iterable[Forgotten]) -> str:
-    """The journal of a node: what it has seen, and what no store knows yet."""
+def to_lines(tombstones: Tombstones, pending: Iterable[Forgotten], *, heeded: bool = True) -> str:
+    """The journal of a node: what it has seen, and what no store knows yet. `heeded`: it has dropped EVERYTHING."""
     lines = [json.dumps({"count": tombstones.count, "head": tombstones.head})]
+    if tombstones.everything:
+        lines.append(json.dumps({"everything": tombstones.everything, "heeded": heeded}))
     lines += [
         json.dumps({"at": count, "entry": encode(forgotten).hex()})
         for forgotten, count in tombstones.at.items()
@@ -120,10 +139,15 @@ def to_lines(tombstones: Tombstones, pending: Iterable[Forgotten]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def from_lines(text: str) -> tuple[Tombstones, list[Forgotten]]:
-    """What does not parse is left out: a line that was cut short by a crash was not answered either."""
-    tombstones, pending = Tombstones(), []
+def from_lines(text: str) -> tuple[Tombstones, list[Forgotten], bool]:
+    """What does not parse is left out: a line that was cut short by a crash was not answered either. True: EVERYTHING
+    was heeded, if ever it was forgotten."""
+    tombstones, pending, heeded = Tombstones(), [], True
     for line in _lines(text):
+        everything = line.get("everything")
+        if isinstance(everything, int):
+            tombstones.everything = max(tombstones.everything, everything)
+            heeded = heeded and line.get("heeded") is True
         count, at = line.get("count"), line.get("at")
         if isinstance(count, int):
             tombstones.count = max(tombstones.count, count)
@@ -139,7 +163,7 @@ def from_lines(text: str) -> tuple[Tombstones, list[Forgotten]]:
                 pending.append(forgotten)
             elif isinstance(at, int):
                 tombstones.add(forgotten, at)
-    return tombstones, pending
+    return tombstones, pending, heeded
 
 
 def _lines(text: str) -> Iterator[dict[str, object]]:

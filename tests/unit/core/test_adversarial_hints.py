@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore.core import events as ev
-from kvstore.core.limits import Limits
+from kvstore.core.limits import EVICTION, Limits
 from kvstore.core.requests.credit import LEAST_SHARE
 from kvstore.core.store import Store
 from kvstore.layout import GroupSpec, NamespaceSpec
@@ -111,7 +111,8 @@ def late(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes
 def wrong(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes, int, Turn]]:
     """Any sessions; a job stays for as long as a true one would."""
     return [
-        (b"%d" % turn, turn - at, session(hash((turn, "wrong")) % SESSIONS)) for turn in range(at, at + AHEAD)
+        (b"%d" % turn, turn - at, session(random.Random(turn).randrange(SESSIONS)))
+        for turn in range(at, at + AHEAD)
     ]
 
 
@@ -147,12 +148,67 @@ def unknown(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[by
     return [(b"%d" % place, place, session(10_000 + at + place)) for place in range(AHEAD)]
 
 
-HOSTILE = (absent, late, wrong, standing, backwards, opposite, shuffled, doubled, unknown)
+def everything(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes, int, Turn]]:
+    """All that there is, in any order, over and over."""
+    numbers = dice.sample(range(SESSIONS), SESSIONS)
+    return [(b"%d" % number, place, session(number)) for place, number in enumerate(numbers)]
 
 
-def replay(adversary: Adversary | None, seed: int = 1) -> float:
+def flipping(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes, int, Turn]]:
+    """The truth, and with the next message everything but that."""
+    return (true if at // 4 % 2 else opposite)(work, at, dice)
+
+
+def seldom_true(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes, int, Turn]]:
+    """The truth for as long as it takes to be believed, then everything but that for as long."""
+    return (true if at // 60 % 2 else opposite)(work, at, dice)
+
+
+def just_behind(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes, int, Turn]]:
+    """What is about to be evicted, and what just was: whatever was used as long ago as DRAM reaches back."""
+    recent: dict[Turn, None] = {}
+    for turn in reversed(work[:at]):
+        recent.setdefault(turn)
+    reach = DRAM_CHUNKS // len(work[0])
+    edge = list(recent)[reach - 16 : reach + 48]
+    return [(b"%d" % place, place, keys) for place, keys in enumerate(edge)]
+
+
+def beginnings(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes, int, Turn]]:
+    """Chains that begin as what comes, and go on as nothing ever does."""
+    return [
+        (name, position, keys[:1] + session(20_000 + at)[1:]) for name, position, keys in true(work, at, dice)
+    ]
+
+
+def one_place(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes, int, Turn]]:
+    """All first, what nobody wants before the rest."""
+    return [(name, 0, keys) for name, _, keys in standing(work, at, dice) + true(work, at, dice)[1:]]
+
+
+SIMPLE = (absent, late, wrong, standing, backwards, opposite, shuffled, doubled, unknown)
+CUNNING = (everything, flipping, seldom_true, just_behind, beginnings, one_place)
+POLICIES = ("hints", "expected")
+
+
+def cases(told: dict[str, Sequence[Any]], seldom: dict[str, Sequence[Any]]) -> list[Any]:
+    """By policy; what is told seldom is for the long run of the tests alone."""
+    often = [pytest.param(each, policy, id=named(each, policy)) for policy in told for each in told[policy]]
+    return often + [
+        pytest.param(each, policy, id=named(each, policy), marks=pytest.mark.slow)
+        for policy in seldom
+        for each in seldom[policy]
+    ]
+
+
+def named(case: Any, policy: str) -> str:
+    words = case if isinstance(case, tuple) else (case,)
+    return "-".join([*(getattr(word, "__name__", str(word)) for word in words), policy])
+
+
+def replay(adversary: Adversary | None, eviction: str, seed: int = 1) -> float:
     """Hits of the last two thirds: nobody is known by his first words."""
-    engine = Engine(store("hints" if adversary else "lru"), 1, "alice")
+    engine = Engine(store(eviction), 1, "alice")
     work, dice = turns(seed), random.Random(2)
     for at, keys in enumerate(work):
         if adversary is not None and at % 4 == 0:
@@ -166,9 +222,11 @@ def replay(adversary: Adversary | None, seed: int = 1) -> float:
     return engine.rate
 
 
-def replay_actions(adversary: Adversary, kind: ActionKind, *, cancels: bool, seed: int = 1) -> float:
+def replay_actions(
+    adversary: Adversary, kind: ActionKind, eviction: str, *, cancels: bool, seed: int = 1
+) -> float:
     """The same, told as hint actions: each names what comes, and when. `cancels`: what is not said again ends."""
-    engine = Engine(store("hints"), 1, "alice")
+    engine = Engine(store(eviction), 1, "alice")
     work, dice = turns(seed), random.Random(2)
     told: set[bytes] = set()
     for at, keys in enumerate(work):
@@ -189,36 +247,89 @@ def replay_actions(adversary: Adversary, kind: ActionKind, *, cancels: bool, see
 
 @cache
 def lru() -> float:
-    return replay(None)
-
-
-@pytest.mark.parametrize("adversary", HOSTILE, ids=lambda adversary: adversary.__name__)
-def test_no_hints_make_it_much_worse_than_lru(adversary: Adversary) -> None:
-    rate = replay(adversary)
-    assert rate >= lru() - WORSE_MAX, (rate, lru())
+    return replay(None, "lru")
 
 
 @pytest.mark.parametrize(
-    ("adversary", "kind", "cancels"),
-    [
-        *((adversary, ActionKind.EXPECT, True) for adversary in (late, wrong, standing, opposite, doubled)),
-        *((adversary, ActionKind.PREFETCH, False) for adversary in (standing, opposite)),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
+    ("adversary", "eviction"),
+    cases(
+        {"hints": SIMPLE, "expected": (*CUNNING, opposite, standing)},
+        {"hints": CUNNING, "expected": (absent, late, wrong, backwards, shuffled, doubled, unknown)},
+    ),
 )
-def test_no_actions_make_it_much_worse_than_lru(
-    adversary: Adversary, kind: ActionKind, cancels: bool
-) -> None:
-    rate = replay_actions(adversary, kind, cancels=cancels)
+def test_no_hints_make_it_much_worse_than_lru(adversary: Adversary, eviction: str) -> None:
+    rate = replay(adversary, eviction)
     assert rate >= lru() - WORSE_MAX, (rate, lru())
 
 
-def test_true_expectations_make_it_better() -> None:
-    assert replay_actions(true, ActionKind.EXPECT, cancels=True) > lru() + 0.02
+EXPECTED = [(adversary, ActionKind.EXPECT, True) for adversary in (late, wrong, standing, opposite, doubled)]
+BROUGHT = [(adversary, ActionKind.PREFETCH, False) for adversary in (standing, opposite)]
+CUNNING_ACTIONS = [(adversary, ActionKind.EXPECT, True) for adversary in (just_behind, flipping)]
 
 
-def test_true_hints_make_it_better() -> None:
-    assert replay(true) > lru() + 0.05
+@pytest.mark.parametrize(
+    ("case", "eviction"),
+    cases(
+        {"hints": EXPECTED + BROUGHT, "expected": CUNNING_ACTIONS},
+        {"hints": CUNNING_ACTIONS, "expected": EXPECTED + BROUGHT},
+    ),
+)
+def test_no_actions_make_it_much_worse_than_lru(
+    case: tuple[Adversary, ActionKind, bool], eviction: str
+) -> None:
+    adversary, kind, cancels = case
+    rate = replay_actions(adversary, kind, eviction, cancels=cancels)
+    assert rate >= lru() - WORSE_MAX, (rate, lru())
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_true_expectations_make_it_better(eviction: str) -> None:
+    assert replay_actions(true, ActionKind.EXPECT, eviction, cancels=True) > lru() + 0.02
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_true_hints_make_it_better(eviction: str) -> None:
+    assert replay(true, eviction) > lru() + 0.05
+
+
+def beside(of_alice: Adversary, of_bob: Adversary, eviction: str) -> float:
+    """What is hit of two tenants' requests, theirs together and hers alone."""
+    made = store(eviction)
+    alice, bob = Engine(made, 1, "alice"), Engine(made, 2, "bob")
+    dice = random.Random(2)
+    for at in range(TURNS):
+        for engine, work, adversary in ((alice, turns(1), of_alice), (bob, turns(2), of_bob)):
+            if at % 4 == 0:
+                hints = tuple(ev.Hint(name, place, keys=of) for name, place, of in adversary(work, at, dice))
+                engine.ask(ev.PublishQueue, engine.namespace, hints)
+            engine.turn(work[at], 100 * (at + 1))
+        if at == TURNS // 3:
+            alice.hits = alice.asked = 0
+    return alice.rate
+
+
+@cache
+def lru_beside() -> float:
+    return beside(absent, absent, "lru")
+
+
+@pytest.mark.parametrize(
+    ("of_alice", "of_bob"),
+    [
+        pytest.param(of_alice, of_bob, id=named(of_alice, of_bob.__name__), marks=marks)
+        for of_alice, of_bob, marks in (
+            (absent, everything, ()),
+            (true, opposite, ()),
+            *((each, flipping, pytest.mark.slow) for each in (absent, true)),
+            *((each, standing, pytest.mark.slow) for each in (absent, true)),
+        )
+    ],
+)
+def test_who_lies_costs_nobody_else_anything(of_alice: Adversary, of_bob: Adversary) -> None:
+    """Under the default policy, what one tenant has beside another who lies is what it had if nobody told anything."""
+    rate = beside(of_alice, of_bob, EVICTION)
+    least = lru_beside() - WORSE_MAX if of_alice is absent else lru_beside() + 0.03
+    assert rate >= least, (rate, lru_beside())
 
 
 def test_credit_follows_each_tenants_record() -> None:

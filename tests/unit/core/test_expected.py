@@ -17,6 +17,7 @@ from kvstore.core.policies import ages
 from kvstore.core.policies.ages import BUCKETS, EDGES, PRIOR, Ages, Book, bucket_of, worths
 from kvstore.core.policies.expected import Expected, history_of
 from kvstore.core.policies.interface import AWAITED_MS
+from kvstore.core.segments import PASSED_OVER_FROM
 from kvstore.errors import StoreError
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.integrity import check_integrity
@@ -167,8 +168,10 @@ def refusing() -> Reads:
     return reads
 
 
-def granted(reads: Reads, name: str) -> set[GrantResult]:
+def granted(reads: Reads, name: str, *, commit: bool = False) -> set[GrantResult]:
     found = reads.world.reserve(reads.worker, reads.namespace, chain(name, 4))
+    if commit and found.reservation:
+        reads.world.commit(reads.worker, found)
     return set(found.results)
 
 
@@ -406,6 +409,62 @@ def test_what_nobody_takes_goes_again_after_a_while(monkeypatch: pytest.MonkeyPa
     reads.ask("saved ", 8)
     left = world.ask(ev.Match, reads.worker, reads.namespace, keys).reasons
     assert Reason.ON_SSD in left, "it is worth the least"
+
+
+def waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    """DRAM is full; 36 chunks in it are worth the least, and wait for their writes on a disk that ends none."""
+    reads = Reads(slabs=8, slab_slots=64, lives_min=10, disk_bytes_in_flight_max=4 * PAGE)
+    reads.ask("asked ", 8)
+    reads.pass_by(20)
+    reads.world.settle(1_000)
+    (book,) = reads.world.store.state.policy.books  # type: ignore[attr-defined]
+    assert book.knows
+    monkeypatch.setattr(Book, "refresh", lambda book, now: False)
+    book.worth = [[0.0, 0.0] + [1.0] * (BUCKETS - 2) for _ in range(ages.KINDS)]
+    book.version += 1
+    reads.world.hold.add(ev.WriteRecords)
+    for number in range(10):
+        assert granted(reads, f"new {number} ", commit=True) == {GrantResult.GRANTED}
+    return reads
+
+
+def test_saves_and_fetches_find_slots_behind_what_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many have to stay, what is behind them goes; and they are not all looked at again for each slot."""
+    reads = waiting_for_the_disk(monkeypatch)
+    world, worker, space = reads.world, reads.worker, reads.namespace
+    assert granted(reads, "saved ") == {GrantResult.GRANTED}
+    tried = []
+    leave_dram = world.store.segments._leave_dram
+    monkeypatch.setattr(world.store.segments, "_leave_dram", lambda row: tried.append(row) or leave_dram(row))
+    keys = chain("asked ", 8)
+    waiting = world.acquire(worker, space, keys, wait_ms=5_000)
+    assert {outcome.name for outcome in waiting.outcomes} == {"PENDING"}
+    assert set(world.where(space, keys)) == {"dram+ssd"}
+    assert len(tried) < 2 * PASSED_OVER_FROM
+
+
+def test_what_jobs_need_stays_however_many_chunks_others_are_about_to_take() -> None:
+    reads = Reads(eviction="hints", slabs=8, slab_slots=64)
+    world, worker, space = reads.world, reads.worker, reads.namespace
+    asked = [chain(f"asked {number} ", 4) for number in range(10)]
+    for number in range(10):
+        reads.ask(f"asked {number} ")
+    reads.pass_by(20)
+    world.settle(1_000)
+    for keys in asked:
+        world.acquire(worker, space, keys, wait_ms=50_000)
+    world.settle(200)
+    reads.ask("needed ")
+    needed = chain("needed ", 4)
+    world.ask(ev.PublishQueue, worker, space, (ev.Hint(b"job", 0, keys=needed),))
+    for number in range(5):
+        reads.ask(f"other {number} ")
+    world.settle(1_000)
+    assert not reads.world.store.state.pool.classes[space, PAGE].free
+    reads.ask("saved ")
+    assert set(world.where(space, needed)) == {"dram+ssd"}
+    assert {where for keys in asked for where in world.where(space, keys)} == {"dram+ssd"}
+    assert world.where(space, chain("other 0 ", 4))[-1] == "ssd", "nobody needs it"
 
 
 def test_as_many_ghosts_are_remembered_as_the_arena_allows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,4 +101,4 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(world.store.recalls._accused) == 3
     for number in range(6):
         assert wrong(world, worker, namespace, *chain(f"m{number}", 1), healthy=True) == 1
-    assert len(world.store.recalls._quarantined) == 3 and not world.store.recalls.purges
+    assert not world.store.recalls._accused and not world.store.recalls.purges

@@ -12,7 +12,7 @@ from kvstore.client import Client
 from kvstore.errors import NotFound, Unavailable
 from kvstore.gpu_worker.promptcache import prompts
 from kvstore.gpu_worker.promptcache.prompts import DaemonLibrary
-from kvstore.promptcache import PmlError
+from kvstore.promptcache import ByteTokenizer, PmlError
 from kvstore.promptcache.schema import text_digest
 
 
@@ -120,3 +120,34 @@ def test_without_a_daemon_the_last_versions_serve_but_not_those_that_were_remove
     assert versions(library) == []
     daemon.away = True
     assert versions(library) == []
+
+
+def test_what_is_kept_of_schemas_is_bounded_by_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 schemas of 20,000 modules each would take 5 GB."""
+    monkeypatch.setattr(prompts, "KEPT_COST_MAX", 10)
+    kept: prompts._Kept[str] = prompts._Kept(len)
+    for text in ("aaaa", "bbbb", "cc"):
+        assert kept.get(text[0], lambda text=text: text) == text  # type: ignore[misc]
+    assert [kept.peek(key) for key in "abc"] == ["aaaa", "bbbb", "cc"]
+    kept.get("a", lambda: "never made")
+    kept.put("d", "d")
+    assert [kept.peek(key) for key in "abcd"] == [
+        "aaaa",
+        None,
+        "cc",
+        "d",
+    ]  # the one that was asked for last stays
+    kept.put("d", "dddd")
+    assert len(kept) == 3
+    kept.put("e", "e" * 20)
+    assert [kept.peek(key) for key in "acde"] == [None, None, None, "e" * 20]
+
+
+def test_layouts_encodings_and_schemas_have_a_cost() -> None:
+    schema = prompts.parse_schema(text_of(1).replace("1", "x" * 1000))
+    layout = prompts.Layout(schema, ByteTokenizer())
+    encoding = prompts.Encoding(layout, bytes(32))
+    assert (
+        prompts._layout_cost(layout) == prompts._encoding_cost((encoding, ())) == 1000 + prompts.MODULE_COST
+    )
+    assert prompts._schemas_cost([schema, schema]) > 500

@@ -221,3 +221,15 @@ def test_an_argument_that_no_attribute_can_be_is_asked_for_as_an_element() -> No
     with pytest.raises(PmlError, match="parameter लंबा has no argument") as caught:
         unusual("<हिन्दी/>")
     assert '<parameter name="लंबा">' in (caught.value.remedy or "")
+
+
+def test_an_argument_of_a_member_that_is_there_by_default_is_asked_for_where_it_belongs() -> None:
+    schema = parse_schema(
+        """<schema name="s"><module name="m"><union scaffold="a"><module name="a"><union scaffold="b">
+        <module name="b"><param name="p" len="3"/></module></union></module></union></module></schema>"""
+    )
+    with pytest.raises(PmlError, match="parameter p has no argument") as caught:
+        parse_prompt('<prompt schema="s"><m/></prompt>', schema)
+    assert caught.value.remedy.startswith('write <a><b p="..."></b></a> in this element')
+    done = parse_prompt('<prompt schema="s"><m><a><b p="..."></b></a></m></prompt>', schema)
+    assert shape(done.items) == [("m", {}, ("m/a", {}, ("m/a/b", {"p": "..."})))]

@@ -47,9 +47,17 @@ def test_a_prompt_that_ends_within_a_chunk_saves_a_tail() -> None:
     machine.run(look_ahead=0, warm_up=0)
     state = machine.store.state
     index = state.namespaces[machine.namespace].index
-    rows = [index[machine.keys[number]] for number in (1, 2, 3, 4, 5, 6, 7)]
+    keys = [*machine.keys_of(turns.turns[0]), *map(machine.keys.__getitem__, (3, 4, 5, 6, 7))]
+    rows = [index[key] for key in keys]
     assert [state.chunks.tokens[row] for row in rows] == [64, 36, 64, 64, 64, 64, 64]
     assert [bool(state.chunks.flags[row] & TAIL) for row in rows] == [False, True, *[False] * 5]
+
+
+def test_what_a_partial_chunk_grows_to_is_another_chunk_though_it_has_one_number() -> None:
+    """Whoever makes a trace may number blocks by where they begin."""
+    turns = [Turn(0, (1, 2), 100), Turn(1, (1, 2), 100), Turn(2, (1, 2), 110), Turn(3, (1, 2, 3), 192)]
+    assert replay(Trace("made", 64, turns), dram_chunks=8).hits == 2 + 1 + 1
+    assert replay(Trace("made", 64, turns), dram_chunks=8, look_ahead=3).hits == 2 + 1 + 1
 
 
 def test_answers_are_saved_with_their_prompt() -> None:
