@@ -81,8 +81,9 @@ test-distributed: venv  ## stores that nodes share, on real servers: a Redis clu
 
 .PHONY: test-gpu
 test-gpu: venv  ## loader, saver, pool, self-check and engine on a device that is less forgiving than a GPU; and on a GPU, where there is one
-	$(PYTEST) $(JOBS) tests/unit/gpu_worker/test_{device,loader,overlap,pool_store,self_check}.py -k 'emulated or cuda' $(ARGS)
-	$(PYTEST) $(JOBS) tests/unit/gpu_worker/test_segments.py tests/e2e/test_registered.py $(ARGS)
+	$(PYTEST) $(JOBS) tests/unit/gpu_worker/test_{device,loader,masses,overlap,pool_store,self_check,truncation}.py \
+	  -k 'emulated or cuda or late' $(ARGS)
+	$(PYTEST) $(JOBS) tests/unit/gpu_worker/test_{graphs,segments}.py tests/e2e/test_registered.py $(ARGS)
 
 .PHONY: crash fleet soak
 crash: venv  ## kill -9 of a daemon, ROUNDS times: is what was promised there, and nothing else? (ARGS='--seed 1')

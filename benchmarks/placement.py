@@ -34,7 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from drawn_traces import drawn, lengths
+from drawn_traces import KINDS, drawn, lengths
 from harness import Goal, arguments, finish, heading, keep
 from placement_figures import CHUNK_TOKENS, DRAM, SESSIONS, SSD_SMALL, WARM_UP, scaled
 from scale import BATCH, CHAIN, Driver, chains, fill, new_driver
@@ -118,6 +118,10 @@ def options() -> argparse.ArgumentParser:
     found.add_argument("--format", choices=sorted(FORMATS), default="mooncake")
     found.add_argument("--dram", type=int, nargs="+", metavar="CHUNKS")
     found.add_argument("--look-ahead", type=known_turns, nargs="+", metavar="TURNS", help='or "all"')
+    found.add_argument("--kinds", nargs="+", choices=[*KINDS], metavar="KIND", help="of drawn traces")
+    found.add_argument(
+        "--think-s", type=float, nargs="+", metavar="S", help="median think times, in the paper's setting"
+    )
     found.add_argument(
         "--lengths", metavar="FILE", help="of ShareGPT's conversations, for the paper's setting"
     )
@@ -130,6 +134,8 @@ def known_turns(text: str) -> int:
 
 
 def the_trace(chosen: argparse.Namespace) -> Trace:
+    if chosen.only and not {*chosen.only} & {"hits", "memory", "late", "ssd"}:
+        return Trace("none", 1, [])
     trace = read_trace(chosen.trace, chosen.format) if chosen.trace else drawn("mixed")
     if chosen.quick:
         trace = trace.first(QUICK_TURNS)
@@ -251,6 +257,8 @@ def with_ssd(report: Report, trace: Trace) -> None:
 
 def others(report: Report, _: Trace) -> None:
     for kind, size in DRAWN:
+        if report.chosen.kinds and kind not in report.chosen.kinds:
+            continue
         trace = drawn(kind)
         if report.chosen.quick:
             trace, size = trace.first(QUICK_DRAWN), QUICK_SIZE
@@ -272,7 +280,7 @@ def others(report: Report, _: Trace) -> None:
 def paper(report: Report, _: Trace) -> None:
     chosen = report.chosen
     scale = chosen.scale or (PAPER_SCALE_QUICK if chosen.quick else PAPER_SCALE)
-    for think_s in (THINK_S,) if chosen.quick else (THINK_S, *THINK_OTHERS_S):
+    for think_s in chosen.think_s or ((THINK_S,) if chosen.quick else (THINK_S, *THINK_OTHERS_S)):
         with tempfile.TemporaryDirectory() as folder:
             trace = conversations(chosen.lengths or drawn_lengths(folder), think_s, scale)
         rates = judge(report, trace, think_s, scale)

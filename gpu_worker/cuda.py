@@ -8,7 +8,7 @@ is fatal for the path, since copies from other memory hold up whoever asks for t
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore.gpu_worker.device import CannotRegister, DeviceFailed, Event, Region, Work, view
+from kvstore.gpu_worker.device import CannotRegister, DeviceFailed, Event, Graph, Region, Work, view
 
 READ_ONLY = 8
 """cudaHostRegisterReadOnly: for mappings that the daemon has sealed, where the device can
@@ -67,6 +67,7 @@ class CudaStream:
 class CudaDevice:
     name = "cuda"
     in_host_memory = False
+    captures = True
     tracks = False
 
     def __init__(self, device: torch.device) -> None:
@@ -109,6 +110,12 @@ class CudaDevice:
 
     def copy_out(self, target: npt.NDArray[np.uint8], source: torch.Tensor) -> None:
         view(target, source.dtype, source.shape).copy_(source, non_blocking=True)
+
+    def capture(self, work: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = work()
+        return graph, out
 
     def reading(self, regions: Iterable[Region]) -> None: ...
 

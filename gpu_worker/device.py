@@ -72,6 +72,13 @@ class Stream(Protocol):
         """False: a stream that runs on the calling thread, which waits itself, waited `timeout_s` in vain."""
 
 
+class Graph(Protocol):
+    """Work of the compute stream that was captured: memory addresses and sizes are baked in."""
+
+    def replay(self) -> None:
+        """Once more, behind what was given to the compute stream before."""
+
+
 class Device(Protocol):
     """`compute` is the stream that the model runs on. `in_host_memory`: the client's copies reach its memory.
     `registers_read_only`: also memory that this process cannot write. `identity`: which card it is, with which
@@ -81,6 +88,8 @@ class Device(Protocol):
     identity: str
     in_host_memory: bool
     registers_read_only: bool
+    captures: bool
+    """Whether `capture` is worth calling."""
     tracks: bool
     """Whether it looks at `reads` and `writes`: else nobody needs to tell."""
 
@@ -108,6 +117,10 @@ class Device(Protocol):
 
     def copy_out(self, target: npt.NDArray[np.uint8], source: torch.Tensor) -> None:
         """Of work on a stream: `target` becomes the bytes of `source`."""
+
+    def capture(self, work: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
+        """What `work` gives to the compute stream, as a graph, and where each replay writes what it returns. Nothing of
+        it has run by then."""
 
     def reading(self, regions: Iterable[Region]) -> None:
         """The calling thread reads these."""
@@ -260,6 +273,7 @@ class CpuDevice(ThreadDevice):
     identity = "cpu"
     in_host_memory = True
     registers_read_only = True
+    captures = False
     tracks = False
 
     def __init__(self) -> None:
@@ -280,6 +294,9 @@ class CpuDevice(ThreadDevice):
 
     def copy_out(self, target: npt.NDArray[np.uint8], source: torch.Tensor) -> None:
         view(target, source.dtype, source.shape).copy_(source)
+
+    def capture(self, work: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
+        raise NotImplementedError("a CPU launches nothing that could be captured")
 
     def reading(self, regions: Iterable[Region]) -> None: ...
 

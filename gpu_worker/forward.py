@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 from kvstore.errors import Unsupported
 from kvstore.gpu_worker.assembly import Span, missing_spans
 from kvstore.gpu_worker.attention import Layers, Probe, Seen, Step, paged
+from kvstore.gpu_worker.device import Device
+from kvstore.gpu_worker.graphs import DecodeGraphs, Inputs
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.linear import turnable, turned
 from kvstore.gpu_worker.masses import OBSERVED, Observation
@@ -40,8 +42,15 @@ class Forward:
         sequences_max: int,
         tokens_max: int,
         share: bool,
+        device: Device | None = None,
     ) -> None:
+        """`device`: captures steps that only decode, if it can."""
         self.model = model.eval()
+        self.graphs = (
+            DecodeGraphs(device, model.device, sequences_max=sequences_max)
+            if device is not None and device.captures
+            else None
+        )
         self._linear = turnable(model)
         self._tokens_max = tokens_max
         self._positions = self._positions_of(model)
@@ -84,6 +93,8 @@ class Forward:
 
     def renew(self) -> None:
         """The model computes otherwise: some of its layers may be others."""
+        if self.graphs is not None:
+            self.graphs.forget()
         self._linear = turnable(self.model)
         self._positions = self._positions_of(self.model)
 
@@ -124,12 +135,18 @@ class Forward:
         lines = [0] * self._decoding.sequences_max
         for line, request in enumerate(decoding):
             lines[request.row] = line
+        plan = self._decode_plan(decoding)
+        alike = plan is not None and plan.stretches is None and not prefilling and not every
+        if self.graphs is not None and plan is not None and alike:
+            rows = [request.row for request in decoding]
+            logits = self._replayed(plan, (ids, positions, chunks, places, rows), lines, watch)
+            return {request: logits[line].float() for request, line in last.items()}
         step = Step(
             layers=self._pool.layers,
             slots=self._slots(chunks, places),
             rows=self._tensor([request.row for request in decoding]),
             lines=self._tensor(lines),
-            decode=self._decode_plan(decoding),
+            decode=plan,
             prefill=self._prefill_plan(prefilling),
             watch=watch,
             positions=self._positions,
@@ -148,6 +165,48 @@ class Forward:
             (request,) = pieces
             return {request: logits.float()}
         return dict(zip(last, logits.float(), strict=True))
+
+    def _replayed(
+        self, plan: Plan, columns: Sequence[Sequence[int]], lines: Sequence[int], watch: Layers | None
+    ) -> torch.Tensor:
+        """The logits [sequences, vocabulary] of a step in which all decode, as a graph. It reads all layers, so all of
+        them are waited for before, and what follows them comes after."""
+        assert self.graphs is not None
+        self._slots(columns[2], columns[3])  # raises for what the pool does not have
+        layers = range(len(self._pool.layers))
+
+        def compute(inputs: Inputs) -> torch.Tensor:
+            step = Step(
+                layers=self._pool.layers,
+                slots=Slots(
+                    inputs.chunks, inputs.places, self._pool.chunks, self._chunk_tokens, all_written=True
+                ),
+                rows=inputs.rows,
+                lines=inputs.lines,
+                decode=plan,
+                prefill=None,
+                positions=self._positions,
+            )
+            out = self.model(
+                input_ids=inputs.ids.unsqueeze(0),
+                position_ids=inputs.positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=0,
+                step=step,
+            )
+            logits: torch.Tensor = out.logits[0]
+            return logits
+
+        for layer in layers if watch is not None else ():
+            watch.begin(layer)  # type: ignore[union-attr]
+        addresses = *self._pool.layers, *self.model.parameters(), *self.model.buffers()
+        with torch.inference_mode(), paged(self.model), turned(self._linear):
+            logits = self.graphs.run(
+                plan.capacity, columns, lines, compute, tuple(tensor.data_ptr() for tensor in addresses)
+            )
+        for layer in layers if watch is not None else ():
+            watch.end(layer)  # type: ignore[union-attr]
+        return logits
 
     def _observe(
         self, decoding: Sequence[Request], prefilling: Mapping[Request, Sequence[Span]]

@@ -18,11 +18,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
+from kvstore.gpu_worker import attention
 from kvstore.gpu_worker.device import (
     CannotRegister,
     Device,
@@ -35,8 +40,11 @@ from kvstore.gpu_worker.device import (
     Work,
     view,
 )
+from kvstore.kernels.decode import decode_attention
+from kvstore.kernels.forest import COUNT, PARTIALS, Plan
 
 Clock = dict[str, int]
+Graph = tuple["EmulatedGraph", torch.Tensor]
 LATE_S = 0.002
 """At most so much later than it could, each work of a stream runs."""
 POISON = 0xA5
@@ -137,6 +145,7 @@ class EmulatedDevice(ThreadDevice):
     name = "emulated"
     identity = "emulated 0"
     in_host_memory = False
+    captures = True
     tracks = True
 
     def __init__(
@@ -230,6 +239,12 @@ class EmulatedDevice(ThreadDevice):
             tensor.fill_(float("nan"))
             self._adopted.append((tensor, tensor.data_ptr()))
 
+    def capture(self, work: Callable[[], torch.Tensor]) -> Graph:
+        recorder = _Recorder()
+        with recorder, mock.patch.object(attention, "decode_attention", recorder.launched(decode_attention)):
+            out = work()
+        return EmulatedGraph(recorder.calls, out), out
+
     def reading(self, regions: Iterable[Region]) -> None:
         self.touch(_thread(), regions, ())
 
@@ -290,6 +305,73 @@ class EmulatedDevice(ThreadDevice):
         self.races.append(race)
         self.failure = self.failure or Race(race)
         raise self.failure
+
+
+class _Recorder(TorchDispatchMode):
+    """What is computed while it is on. Python that runs meanwhile runs no more at a replay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self._inside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and not self._inside:
+            raise AssertionError("the host reads a number while a graph is captured")
+        out = func(*args, **(kwargs or {}))
+        if not self._inside:
+            self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def launched(self, kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """One launch, whatever it calls: it reads its arrays when it runs."""
+
+        def launch(*args: Any, **kwargs: Any) -> torch.Tensor:
+            self._inside = True
+            try:
+                out = kernel(*args, **kwargs)
+            finally:
+                self._inside = False
+            self.calls.append((kernel, args, kwargs, out))
+            return out
+
+        return launch
+
+
+class EmulatedGraph:
+    """Calls with the tensors that they were captured with: what the program put in their place since is not seen."""
+
+    def __init__(self, calls: list[Any], out: torch.Tensor) -> None:
+        self._calls = calls
+        self._out = out
+        self._static = out
+
+    def replay(self) -> None:
+        now: dict[int, Any] = {}
+
+        def current(value: Any) -> Any:
+            return now.get(id(value), value) if isinstance(value, torch.Tensor) else value
+
+        for func, args, kwargs, out in self._calls:
+            if func is decode_attention:
+                _check_launch(args[3])
+            made = func(*tree_map(current, args), **tree_map(current, kwargs))
+            for before, after in zip(tree_leaves(out), tree_leaves(made), strict=True):
+                if isinstance(before, torch.Tensor):
+                    now[id(before)] = after
+        self._static.copy_(now[id(self._out)])
+
+
+def _check_launch(plan: Plan) -> None:
+    """As many programs run, with as much room, as when it was captured."""
+    items = int((plan.items[:, COUNT] > 0).sum())
+    partials = int(plan.rows[:, PARTIALS].sum())
+    assert items <= plan.capacity.items and partials <= plan.capacity.partials, (
+        items,
+        partials,
+        plan.capacity,
+    )
+    plan.divisions.clear()  # what the CPU path worked out from the arrays, which kernels read themselves
 
 
 def _thread() -> str:

@@ -221,7 +221,7 @@ def test_a_worker_that_recorded_nothing_finds_the_choice_and_the_kv(
     assert second.counters["restored_tokens"] > second.counters["computed_tokens"]
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "emulated"])
 def test_cuts_by_mass_share_steps_are_preempted_and_aborted(
     model: LlamaForCausalLM, store: FakeStore, engines: Make, late: bool
 ) -> None:
@@ -309,7 +309,7 @@ def attention_of(model: LlamaForCausalLM, tokens: list[int]) -> np.ndarray[Any, 
     return sum(layer[0, :, -OBSERVED:].sum((0, 1)) for layer in found).numpy()
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "emulated"])
 def test_what_is_recorded_is_what_the_last_tokens_attend_to(
     model: LlamaForCausalLM, store: FakeStore, engines: Make, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
