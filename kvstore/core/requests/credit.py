@@ -76,6 +76,8 @@ class Credit:
         self.of_actions: dict[str, Record] = {}
         """and of those that ever had a hint action judged which says what comes (PREFETCH, EXPECT)."""
         self._marks: dict[Job, Mark] = {}
+        self._behind: dict[Job, Mark] = {}
+        """Of jobs far behind the heads, some: asked for there, they show that the order is none."""
         self._ended: deque[tuple[Millis, str, NamespaceId, Mark]] = deque()
         self._looked_at: Millis = -LOOK_MS
         self._asked: Counter[str] = Counter()
@@ -157,6 +159,7 @@ class Credit:
         self._asked = asked
         for tenant, window in state.jobs.windows.items():
             self._lose_patience(tenant, window)
+        self._look_behind()
 
     def note_near(self) -> None:
         """Of the jobs at the heads of the queues, how often their chunks were hit until now."""
@@ -186,6 +189,31 @@ class Credit:
             if hit is not None:
                 self._judge(tenant, true=hit)
             self._mark(job, asked, used=bool(hit))
+
+    def _look_behind(self) -> None:
+        """What is asked for though MARKED_JOBS others were said to come first, and none of them needs it, counts as a
+        job that did not come: who names all that there is in any order would be right with every one of them."""
+        windows = self._state.jobs.windows
+        for job, mark in list(self._behind.items()):
+            window = windows.get(job.tenant)
+            if window is None or window.of.get(job.label) is not job or not self._is_far(window, job):
+                del self._behind[job]
+            elif self.was_asked_for(job.namespace, mark):
+                del self._behind[job]
+                self._judge(job.tenant, true=False)
+        for window in windows.values():
+            queued = window.queued
+            far = range(queued.start + MARKED_JOBS, min(queued.stop, window.reach))
+            for number in far[:: 1 + len(far) // MARKED_JOBS]:
+                job = window.job(number)
+                if job not in self._behind and self._is_far(window, job):
+                    self._behind[job] = self._marked(job, 0, used=False)
+
+    def _is_far(self, window: Window, job: Job) -> bool:
+        """Whether it is in reach, behind the head, and the first that needs its last chunk."""
+        if not job.rows or self._state.jobs.owner(job.rows[-1]) is not job:
+            return False
+        return window.queued_before(job.label) >= MARKED_JOBS
 
     def _mark(self, job: Job, asked: int, *, used: bool = False) -> None:
         self._marks.pop(job, None)
