@@ -523,8 +523,8 @@ the best that a store of blocks can do. Each row is of the commit that it names.
 What limits the look-ahead of 100: in the books a life ends when a queue tells of the next use. Behind the paper's queue
 that is worth .23 of hits (.883; .656 where lives end with the use), here it costs .002 (.0961; .0984): 100 turns are 27
 seconds, and 1,000 blocks are turned over in 12. Also tried at 104d56a: ghosts told of too .0930, lives told of at their
-beginning left out .0947, both .0961, such lives ended with the use .0962; worth given that nothing comes within the mean
-notice .838 in the paper's setting."""
+beginning left out .0947, both .0961, such lives ended with the use .0962; worth given that nothing comes within the
+mean notice .838 in the paper's setting."""
     mine = [row for row in rows if row["part"] == "hits" and row["trace"] == "mooncake"]
     found = {(row["policy"], row["look_ahead"], row["dram"]): row for row in mine}
     kinds = sorted({(policy, str(ahead), ahead) for policy, ahead, _ in found}, key=_kind_order)
