@@ -425,9 +425,10 @@ class BatchEngine:
         )
 
     def _view(self, prompt: Sequence[int], turns: Turns | None, root: ChunkKey) -> View | None:
-        """What is left of a prompt; None if all is."""
+        """What is left of a prompt; None if all is. Raises ValueError if too little would be left of what was asked."""
         if self.truncation is None or len(prompt) <= self.truncation.prompt_tokens:
             return None
+        self.truncation.check_head(turns)
         tokens = [int(token) for token in prompt]
         size = self.pool.geometry.chunk_tokens
         return view(tokens, self.truncation, turns, chunk_tokens=size, root=root, choices=self._choices)

@@ -39,6 +39,8 @@ MASS_RUN_TOKENS = 16
 """Older tokens that stay because others attend to them are chosen in runs."""
 FIRST_PART = 4
 """One part in so many of what is computed anew is the first tokens behind the head, if the rest is what deviates."""
+HEAD_SHARE_MAX = 0.75
+"""Of what is kept, template and system message may be so much: the question must have room."""
 Choices = Mapping[bytes, tuple[int, ...]]
 """By `Undecided.key`: which tokens deviate most, or are attended to most, by their numbers in the conversation."""
 
@@ -109,6 +111,10 @@ class Truncation:
             raise ValueError(
                 f"kept_share is {self.kept_share}: must be below prompt_share ({self.prompt_share})"
             )
+        if self.kept_tokens < 1:
+            raise ValueError(
+                f"window is {self.window}: {self.kept_share} of it, which is kept, must be at least 1 token"
+            )
         if not 0 <= self.recompute_share <= 1:
             raise ValueError(f"recompute_share is {self.recompute_share}: must be between 0 and 1")
         if not 0 <= self.mass_share < 1:
@@ -122,6 +128,18 @@ class Truncation:
         if self.keep_positions and self.positions_max < self.window:
             raise ValueError(
                 f"positions_max is {self.positions_max}: must be at least window ({self.window})"
+            )
+
+    def check_head(self, turns: Turns | None) -> None:
+        """Raises ValueError for a conversation whose system message leaves no room for what was asked."""
+        if turns is None or self.head_tokens is not None:
+            return
+        room = self.kept_tokens - self.mass_tokens
+        if turns.head > room * HEAD_SHARE_MAX:
+            raise ValueError(
+                f"the prompt outgrows its window of {self.window} tokens: {room} are kept then, of which "
+                f"the template and system message, with {turns.head}, may be {HEAD_SHARE_MAX:.0%} (shorten it, or "
+                "start the worker with a larger --truncate-tokens or --truncate-to, or with --truncate-head)"
             )
 
     @property

@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -53,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     try:
         keys = keys_of(options.api_keys) if options.api_keys else None
-        template = options.chat_template.read_text() if options.chat_template else ""
-    except (OSError, ValueError) as error:
+        template = text_in("--chat-template", options.chat_template) if options.chat_template else ""
+    except ValueError as error:
         parser.error(str(error))
     logging.basicConfig(level=options.log_level.upper(), stream=sys.stderr, format="worker: %(message)s")
     if options.threads:
@@ -190,9 +190,9 @@ def stop_tokens_of(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def keys_of(path: Path) -> dict[str, str]:
-    """API keys and their tenants, from lines `tenant key`. Raises ValueError, naming the line, and OSError."""
+    """API keys and their tenants, from lines `tenant key`. Raises ValueError, naming the line."""
     keys: dict[str, str] = {}
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(text_in("--api-keys", path).splitlines(), start=1):
         if not line.strip() or line.startswith("#"):
             continue
         parts = line.split()
@@ -208,12 +208,38 @@ def keys_of(path: Path) -> dict[str, str]:
     return keys
 
 
+def text_in(option: str, path: Path) -> str:
+    """What the file of an option says. Raises ValueError, naming the option."""
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise ValueError(f"{option} {path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{option} {path}: is no text in UTF-8") from None
+
+
 def bytes_of(value: str) -> int:
-    """A size with a suffix: "4G". Raises ValueError."""
-    match = re.fullmatch(r"(\d+)([KMGT]?)", value.strip().upper())
+    """A size with a suffix: "4G". Raises ArgumentTypeError."""
+    match = re.fullmatch(r"([0-9]{1,18})([KMGT]?)", value.strip().upper())
     if match is None or not int(match[1]):
-        raise ValueError(f"{value!r} is no size: say 4G, say")
+        raise argparse.ArgumentTypeError(f"{value!r} is no size: a number of bytes, or as 512M or 4G")
     return int(match[1]) << SUFFIXES[match[2]]
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Of an option that takes whole numbers in these bounds."""
+
+    def number_of(value: str) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{value!r} is no whole number") from None
+        if number < least or (most is not None and number > most):
+            bounds = f"at least {least}" if most is None else f"between {least} and {most}"
+            raise argparse.ArgumentTypeError(f"{number}: must be {bounds}")
+        return number
+
+    return number_of
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -221,13 +247,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="worker",
         description=__doc__.splitlines()[0] if __doc__ else "",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--model", type=Path, required=True, help="folder with config.json and safetensors files")
     add("--name", default="", help="what clients call the model (none: its own name)")
     add("--run-dir", default="", help="run directory of kvstored (none: nothing is stored)")
     add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=int, default=8000, help="port to listen on (0: any that is free)")
+    add("--port", type=whole(0, 65535), default=8000, help="port to listen on (0: any that is free)")
     add("--socket", default="", help="path of a unix socket to listen on instead")
     add(
         "--api-keys",
@@ -238,14 +265,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and KV")
     add("--pool-bytes", type=bytes_of, default="1G", help="size of the HBM pool")
     add("--retain", action=argparse.BooleanOptionalAction, default=True, help="keep idle chunks in the pool")
-    add("--chunk-tokens", type=int, default=CHUNK_TOKENS, help="tokens of a chunk")
-    add("--sequences-max", type=int, default=16, help="requests that run at a time")
-    add("--waiting-max", type=int, default=WAITING_MAX, help="requests that may wait; more are answered 429")
-    add("--prefill-tokens", type=int, default=512, help="tokens of prompts computed in a step")
-    add("--load-ahead", type=int, default=1, help="requests that begin to load while they wait to run")
+    add("--chunk-tokens", type=whole(1), default=CHUNK_TOKENS, help="tokens of a chunk")
+    add("--sequences-max", type=whole(1), default=16, help="requests that run at a time")
+    add(
+        "--waiting-max",
+        type=whole(1),
+        default=WAITING_MAX,
+        help="requests that may wait; more are answered 429",
+    )
+    add("--prefill-tokens", type=whole(1), default=512, help="tokens of prompts computed in a step")
+    add("--load-ahead", type=whole(0), default=1, help="requests that begin to load while they wait to run")
     add(
         "--read-buffer",
-        type=int,
+        type=whole(0),
         help="layers of KV to load before a request joins a step (none: as many as keep it from waiting)",
     )
     add(
@@ -256,7 +288,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--truncate-tokens",
-        type=int,
+        type=whole(0),
         default=0,
         help="conversations that outgrow a window of so many tokens go on without their oldest turns "
         "(0: they are refused when they outgrow the model's)",
@@ -269,7 +301,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--truncate-head",
-        type=int,
+        type=whole(0),
         help="so many of the first tokens stay: attention sinks, or all up to a middle that is cut (none: the template "
         "and system message of a chat)",
     )
@@ -299,11 +331,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--canary-every",
-        type=int,
+        type=whole(0),
         default=1000,
         help="of so many hits one is computed again and compared with what was stored (0: none)",
     )
-    add("--weights-epoch", type=int, default=0, help="of the namespace")
+    add("--weights-epoch", type=whole(0), default=0, help="of the namespace")
     add(
         "--promptcache",
         choices=("verified", "force", "off"),
@@ -312,8 +344,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--promptcache-verdict", type=Path, help="file that keeps what verify found (none: until the end)")
     add("--salt", default="", help="of the namespace: workers with different ones share nothing")
-    add("--threads", type=int, default=0, help="threads that compute (0: as torch chooses)")
-    add("--drain-s", type=int, default=30, help="seconds that requests have to end after SIGTERM")
+    add("--threads", type=whole(0), default=0, help="threads that compute (0: as torch chooses)")
+    add("--drain-s", type=whole(0), default=30, help="seconds that requests have to end after SIGTERM")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="warning")
     return parser
 

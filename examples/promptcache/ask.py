@@ -5,9 +5,12 @@ python examples/promptcache/ask.py http://127.0.0.1:8000 examples/promptcache/tr
 
 from __future__ import annotations
 
+import argparse
+import http.client
 import json
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -24,8 +27,23 @@ def call(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def main() -> int:
-    url, path = sys.argv[1:]
-    body = {"pml": Path(path).read_text(), "max_tokens": 24, "temperature": 0}
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("url", metavar="URL", help="of the worker, as http://127.0.0.1:8000")
+    parser.add_argument("prompt", metavar="FILE", type=Path, help="the prompt")
+    options = parser.parse_args()
+    try:
+        ask(options.url.rstrip("/"), options.prompt.read_text())
+    except urllib.error.HTTPError as error:  # the worker says why
+        print(f"{options.url} refused: {error.code} {error.read().decode()}", file=sys.stderr)
+        return 1
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        print(f"{options.url} {options.prompt}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def ask(url: str, prompt: str) -> None:
+    body = {"pml": prompt, "max_tokens": 24, "temperature": 0}
     for number in range(2):
         answer = call(f"{url}/v1/chat/completions", body)
         said, usage = answer["kvstore"], answer["usage"]
@@ -39,7 +57,6 @@ def main() -> int:
             while call(f"{url}/promptcache")["waiting"] and time.monotonic() < deadline:
                 time.sleep(0.1)
             call(f"{url}/flush", {"timeout_s": ENCODED_S})
-    return 0
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class PromptCache:
     def refusal(self) -> str:
         """Why prompts of modules are not served, and what to do."""
         if self.verdict is None:
-            return "what modules cost this model in quality was not measured: run kvctl promptcache verify"
+            return "what modules cost this model in quality was not measured: run kvctl promptcache verify --worker URL"
         return (
             "modules cost this model more quality than they may: see GET /promptcache; kvctl promptcache verify "
             "--kl-max and --perplexity-max allow more, --force whatever it is"

@@ -53,6 +53,7 @@ from kvstore.gpu_worker.serve.metrics import CONTENT_TYPE, Metrics
 from kvstore.gpu_worker.serve.protocol import (
     Refused,
     Wish,
+    check_model,
     messages_of,
     number_of,
     prompt_of,
@@ -172,6 +173,7 @@ class Api:
 
     async def _chat(self, request: Request, tenant: str) -> Response:
         body = await _body(request)
+        check_model(body, self._model)
         wish = wish_of(body, request.headers)
         if body.get("pml") is not None:
             return await self._modular(request, tenant, wish, body)
@@ -251,6 +253,9 @@ class Api:
 
     async def _completion(self, request: Request, tenant: str) -> Response:
         body = await _body(request)
+        check_model(body, self._model)
+        if body.get("pml") is not None:
+            raise Refused(400, "prompts of modules go to /v1/chat/completions", param="pml")
         wish = wish_of(body, request.headers)
         prompt = prompt_of(body)
         if isinstance(prompt, str):

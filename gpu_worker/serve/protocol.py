@@ -60,6 +60,17 @@ def shown(value: object) -> str:
     return reprlib.repr(value)
 
 
+def check_model(body: Mapping[str, Any], served: str) -> None:
+    """Raises Refused for another model than the one that is `served`: its answer would be taken for the other's."""
+    model = body.get("model")
+    if model not in (None, "", served):
+        raise Refused(
+            404 if isinstance(model, str) else 400,
+            f"model is {shown(model)}: this worker serves {shown(served)} (--name calls it otherwise)",
+            param="model",
+        )
+
+
 def wish_of(body: Mapping[str, Any], headers: Mapping[str, str]) -> Wish:
     """Raises Refused (400), naming the field."""
     for name, neutral in (("n", 1), ("best_of", 1), ("logprobs", False), ("echo", False), ("suffix", "")):
@@ -110,7 +121,11 @@ def prompt_of(body: Mapping[str, Any]) -> str | list[int]:
         return prompt
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return prompt
-    raise Refused(400, "prompt is a text, or a list of token ids; one a request", param="prompt")
+    raise Refused(
+        400,
+        f"prompt is {shown(prompt)}: must be a text or a list of token ids, not empty, one a request",
+        param="prompt",
+    )
 
 
 def _message(number: int, message: object) -> dict[str, str]:

@@ -10,7 +10,7 @@ from collections import Counter
 
 from kvstore.types import Protection
 
-from .canaries import CANARIES, REMOTE_CANARIES, planted
+from .canaries import CANARIES, FLEET_CANARIES, REMOTE_CANARIES, planted
 from .simulation import CLUSTERS, Simulation, SimulationFailed, shrink
 
 STEPS = 5_000
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--canary",
         default="",
-        choices=["", *CANARIES, *REMOTE_CANARIES],
+        choices=["", *CANARIES, *REMOTE_CANARIES, *FLEET_CANARIES],
         help="plant a bug, which must be found",
     )
     parser.add_argument("--shrink", action="store_true", help="drop faults as long as the run fails")

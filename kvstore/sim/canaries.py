@@ -487,6 +487,11 @@ def _told_whole(original: Original) -> Any:
     return manifest
 
 
+def _spares_ssd(original: Original) -> Any:
+    """Of a tenant that is purged only what is in DRAM goes."""
+    return lambda forgets, row: original(forgets, row) if forgets.state.is_resident(row) else None
+
+
 REMOTE_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "over-remote-quota": (RemoteSaves, "_giving_way", _no_remote_quota),
     "any-record": (records, "refusal", _any_record),
@@ -496,6 +501,11 @@ REMOTE_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "tell-derived-session": (SharedSessions, "_manifest", _told_whole),
 }
 """What only a run with a REMOTE store finds."""
+
+FLEET_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
+    "purge-spares-ssd": (Forgets, "purge_row", _spares_ssd),
+}
+"""What only a run with other nodes finds."""
 
 CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "over-dram-quota": (Segments, "_fits_quota", _no_dram_quota),
@@ -546,6 +556,6 @@ def planted(name: str) -> Iterator[None]:
     if not name:
         yield
         return
-    where, attribute, make = (CANARIES | REMOTE_CANARIES)[name]
+    where, attribute, make = (CANARIES | REMOTE_CANARIES | FLEET_CANARIES)[name]
     with mock.patch.object(where, attribute, make(getattr(where, attribute))):
         yield

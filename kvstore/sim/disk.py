@@ -14,7 +14,7 @@ from itertools import compress
 from typing import Any
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import DOOMED, DURABLE, NONE, PROMOTING, STORED
+from kvstore.core.chunks import DOOMED, DURABLE, FOREIGN, NONE, PROMOTING, STORED
 from kvstore.core.cold_tier import Restored
 from kvstore.core.ssd.restart import ChunkBatch, Snapshot
 from kvstore.core.ssd.slab_tier import SlabTier
@@ -256,6 +256,19 @@ def _parts(effect: ev.WriteIndex) -> list[ev.WriteIndex]:
     return parts
 
 
+@dataclass(frozen=True, slots=True)
+class Purging:
+    """An order to purge a tenant, and what of it there was then."""
+
+    asked_at: int
+    generation: int
+    """The newest of all records."""
+    numbers: set[NamespaceId]
+    chunks: set[tuple[NamespaceId, ChunkKey]]
+    sessions: dict[tuple[int, bytes], int]
+    """With their versions."""
+
+
 class DiskWorld(World):
     """`slab_slots` one-page shards fit in a slab file, of which there may be `slabs`; the index holds `index_bytes`."""
 
@@ -265,6 +278,8 @@ class DiskWorld(World):
         self.platter = Platter(index_bytes=index_bytes)
         self._forgetting: dict[tuple[WorkerId, int], tuple[int, dict[ChunkKey, int]]] = {}
         """By request: version of the session, and generations of the keys, when they were asked to be forgotten."""
+        self._purging: dict[tuple[WorkerId, int], Purging] = {}
+        """By request, likewise."""
         self.faults: dict[type, DiskResult] = {}
         """What every op of a kind ends with, until it is removed."""
         self.chance: random.Random | None = None
@@ -458,7 +473,42 @@ class DiskWorld(World):
         for event in self._inbox:
             if isinstance(event, ev.Forget):
                 self._note_forget(event)
+            if isinstance(event, ev.PurgeTenant) and not event.dry_run:
+                self._note_purge(event)
         super()._drain()
+
+    def _note_purge(self, event: ev.PurgeTenant) -> None:
+        """What of the tenant is there when it is asked for first."""
+        state = self.store.state
+        numbers = {each.id for each in state.namespaces.values() if each.tenant == event.tenant}
+        chunks = {(number, key) for number in numbers for key in state.namespaces[number].index}
+        chunks |= {(NamespaceId(number), key) for number, key in self.platter.chunks if number in numbers}
+        sessions = {name: one.version for name, one in self.platter.sessions.items() if name[0] in numbers}
+        for name, session in state.sessions.by_name.items():
+            if name[0] in numbers:
+                sessions[name] = max(session.version, sessions.get(name, -1))
+        purging = Purging(state.now, self.store.cold_tier.newest_generation, numbers, chunks, sessions)
+        self._purging.setdefault((event.ticket.worker, event.ticket.request_id), purging)
+
+    def _check_purged(self, purging: Purging) -> None:
+        """It was answered that all of it has gone, from DRAM too, and that nothing brings it back."""
+        platter = self.platter
+        for name, version in purging.sessions.items():
+            platter.forgotten_sessions[name] = max(version, platter.forgotten_sessions.get(name, -1))
+        for chunk in purging.chunks:
+            platter.forgotten_chunks[chunk] = max(purging.generation, platter.forgotten_chunks.get(chunk, -1))
+        platter.check_forgotten()
+        self.check_purged(purging.numbers, purging.asked_at)
+
+    def check_purged(self, numbers: set[NamespaceId], asked_at: int) -> None:
+        """Nothing of these namespaces is served that was made here before."""
+        state = self.store.state
+        for number in numbers & state.namespaces.keys():
+            for key, row in state.namespaces[number].index.items():
+                if not state.is_usable(row) or state.chunks.flags[row] & FOREIGN:
+                    continue
+                born = state.chunks.born_at[row]
+                assert born >= asked_at, f"what was purged at {asked_at} is served: {key!r}, made at {born}"
 
     def _note_forget(self, event: ev.Forget) -> None:
         """What the index may have, or get, of what is to be forgotten, when that is asked for first."""
@@ -501,6 +551,10 @@ class DiskWorld(World):
             self._answered.add(asked)
             if not effect.answer.not_durable:
                 self._check_forgotten(event, asked)
+        if isinstance(event, ev.PurgeTenant) and isinstance(effect.answer, ev.Purged):
+            if asked in self._purging and asked not in self._answered:
+                self._check_purged(self._purging[asked])
+            self._answered.add(asked)
         if isinstance(event, ev.Recall) and isinstance(effect.answer, ev.Recalled) and not event.dry_run:
             if not event.age_ms_max and asked not in self._answered:
                 self._check_recalled(event.maker)

@@ -700,4 +700,7 @@ class Process:
         elif what < 0.5:
             maker = chance.choice(self.host.members).maker
             yield from self.ask(ev.Recall, maker, 0, chance.random() < 0.5, ms=6_000, tries=1)
+        elif what < 0.6:
+            tenant = chance.choice(self.host.members).tenant
+            yield from self.ask(ev.PurgeTenant, tenant, chance.random() < 0.3, ms=6_000, tries=1)
         yield Sleep(chance.randrange(200, 1_000))

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import NONE
+from kvstore.keys import is_tenant_mark, tenant_mark
 from kvstore.tiers.remote import records, tombstones
 from kvstore.tiers.remote.tombstones import Forgotten, Tombstones
-from kvstore.types import ChunkKey, DiskResult, Found, NamespaceId, OpId, Tier
+from kvstore.types import ChunkKey, DiskResult, Found, NamespaceId, OpId, Tier, WorkerId
 
 from .cluster import OPS, Cluster
 from .disk import GARBAGE
@@ -31,6 +32,8 @@ REMOTE_OPS = (
 OTHER_NODE = 9
 """The variant of what another node computes."""
 SALT = b"salt of the simulation"
+WHOLE = ChunkKey(b"")
+"""In place of a key: all of a namespace, or of a tenant."""
 TROUBLES = (*("",) * 5, "fails", "wiped", "older", "flipped", "cut", *("swapped",) * 3, "another node")
 """What may happen at a fetch."""
 
@@ -39,8 +42,23 @@ def encoded(content: int) -> bytes:
     return content.to_bytes(8, "little")
 
 
+@dataclass(frozen=True, slots=True)
+class Came:
+    """A chunk that a fetch has brought, and the core is about to hear of."""
+
+    namespace: NamespaceId
+    key: ChunkKey
+    contents: tuple[int, ...]
+    makers: tuple[bytes, ...]
+    made_at: int
+    heeds: bool
+    """Whoever made it would have heeded what this node has heard of."""
+
+
 class RemoteCluster(Cluster):
     FILLING_OPS = (*Cluster.FILLING_OPS, ev.FetchChunks)
+    SOURCES: tuple[str, ...] = ("remote",)
+    TROUBLES: tuple[str, ...] = TROUBLES
 
     def __init__(self, listener: Any, chance: random.Random, **limits: Any) -> None:
         self.remote: dict[str, bytes] = {}
@@ -61,7 +79,7 @@ class RemoteCluster(Cluster):
         """When the core asked for it, by the same count as the records' times."""
         self._news: list[Forgotten] = []
         """What this node has read that another one forgot, and the core was not told of."""
-        self._came: dict[OpId, list[tuple[NamespaceId, ChunkKey, tuple[int, ...]]]] = {}
+        self._came: dict[OpId, list[Came]] = {}
         self._orders = 0
         self._written_at: dict[bytes, int] = {}
         """By record: when it was written."""
@@ -72,12 +90,18 @@ class RemoteCluster(Cluster):
         """At which count another node has forgotten it last."""
         self._of_others: set[bytes] = set()
         """Records that another node has written."""
+        self._purge_asked: dict[tuple[WorkerId, int], int] = {}
+        """By request: when a purge was asked for."""
+        self._purged_at: dict[bytes, int] = {}
+        """By mark of the tenant: when what was answered as purged was asked for."""
+        self._marks_heard: list[tuple[bytes, int]] = []
+        """Tenants that another node has purged, and the time when the core heard of it, that it has yet to heed."""
         super().__init__(
             listener,
             chance,
-            sources=("remote",),
+            sources=self.SOURCES,
             remote_store="remote",
-            forgets_told=("remote",),
+            forgets_told=self.SOURCES,
             sessions_told="remote",
             sessions_told_per_s=self.weather.choice((10, 1_000)),
             sessions_told_max=self.weather.choice((3, 1_000)),
@@ -99,6 +123,7 @@ class RemoteCluster(Cluster):
         self.hold = {*OPS, *REMOTE_OPS}
         self.sessions.begins()
         self._sharing.clear()
+        self._marks_heard.clear()
         self._news = [*self.known.at]  # as the journal says it: it may not have left the index
         return effects
 
@@ -109,7 +134,7 @@ class RemoteCluster(Cluster):
         if isinstance(op, ev.ShareSessions):
             self._sharing[op.op] = op
             self.sessions.emitted(op, self.store)
-        if isinstance(op, ev.ForgetChunks):
+        if isinstance(op, ev.ForgetChunks) and op.source == "remote":
             padded = [(digest, key, maker and maker.ljust(16)) for digest, key, maker in op.forgotten]
             self.pending += [one for one in padded if one not in self.pending]
         usual: int = chance.choice((0, 1, 3, 10))
@@ -121,7 +146,7 @@ class RemoteCluster(Cluster):
         if not isinstance(effect, REMOTE_OPS):
             super()._perform_op(effect, fails=fails, spoil=spoil)
             return
-        trouble = "" if self.calm else self.weather.choice(TROUBLES)
+        trouble = "" if self.calm else self.weather.choice(self.TROUBLES)
         if trouble == "another node" and isinstance(effect, ev.FetchChunks | ev.StoreChunks):
             self._other_node_forgets(effect)
         match effect:
@@ -187,6 +212,7 @@ class RemoteCluster(Cluster):
             targets = effect.targets[number * shards : (number + 1) * shards]
             chunk = ev.FetchedChunk(DiskResult.IO_ERROR, why="as told") if failed else None
             contents: list[int] = []
+            read: list[bytes] = []
             first: records.Description | None = None
             makers: dict[bytes, None] = {}
             for shard in range(shards if chunk is None else 0):
@@ -211,8 +237,9 @@ class RemoteCluster(Cluster):
                 if self.known.refuses(header.description) or self._is_pending(header.description):
                     chunk = ev.FetchedChunk(DiskResult.REUSED, why="forgotten")
                     break
-                self._check_not_forgotten_before(effect.digest, key, data)
+                self._check_not_forgotten_before(effect.digest, key, data, header.description.makers)
                 contents.append(int.from_bytes(data[header.size :], "little"))
+                read.append(data)
             for shard, target in enumerate(targets):
                 if target.segment in self.memory:
                     self._write(target, contents[shard] if chunk is None else GARBAGE, by=None)
@@ -225,7 +252,10 @@ class RemoteCluster(Cluster):
                     first.derived,
                     tuple(maker.rstrip() for maker in makers),
                 )
-                came.append((effect.namespace, key, tuple(contents)))
+                made_at = min(self._written_at.get(each, 0) for each in read)
+                heeds = not self._of_others.issuperset(read)
+                described = first.makers
+                came.append(Came(effect.namespace, key, tuple(contents), described, made_at, heeds))
             chunks.append(chunk)
         return ev.ChunksFetched(effect.op, tuple(chunks), self.known.count)
 
@@ -237,14 +267,24 @@ class RemoteCluster(Cluster):
         return any(one in self.pending for one in about)
 
     def is_forgotten(self, namespace: NamespaceId, key: ChunkKey) -> bool:
-        digest = self.store.state.namespaces[namespace].salt
-        return any((digest, name, b"") in self.known.at for name in (key, ChunkKey(b"")))
+        found = self.store.state.namespaces[namespace]
+        about: list[Forgotten] = [(found.salt, name, b"") for name in (key, WHOLE)]
+        return any(one in self.known.at for one in (*about, (b"", WHOLE, tenant_mark(found.tenant))))
 
-    def _check_not_forgotten_before(self, digest: bytes, key: ChunkKey, record: bytes) -> None:
-        forgotten = self._forgotten_at.get((digest, key), -1)
-        if record not in self._of_others:
-            forgotten = max(forgotten, self._heeded_at.get((digest, key), -1))
+    def _check_not_forgotten_before(
+        self, digest: bytes, key: ChunkKey, record: bytes, makers: Sequence[bytes]
+    ) -> None:
+        forgotten = self._forgotten_before(digest, key, makers, heard=record not in self._of_others)
         assert self._written_at.get(record, 1 << 60) > forgotten, f"what was forgotten comes back: {key!r}"
+
+    def _forgotten_before(self, digest: bytes, key: ChunkKey, makers: Sequence[bytes], *, heard: bool) -> int:
+        """When it was forgotten last: here, and answered so; or by another node, which this one has heard of."""
+        times = [self._forgotten_at.get((digest, key), -1)]
+        times += [self._purged_at.get(maker, -1) for maker in makers]
+        if heard:
+            times.append(self._heeded_at.get((digest, key), -1))
+            times += [self._heeded_at.get((maker, WHOLE), -1) for maker in makers]
+        return max(times)
 
     def _describe(self, effect: ev.StoreChunks, number: int, shard: int, content: int) -> bytes:
         about = effect.about[number]
@@ -312,7 +352,8 @@ class RemoteCluster(Cluster):
 
     def _check_generation(self, effect: ev.StoreChunks, key: ChunkKey) -> None:
         """A record may say that it is newer than a forget only if the core had heeded that before it asked for it."""
-        for name in ((effect.digest, key), (effect.digest, ChunkKey(b""))):
+        mark = tenant_mark(self.store.state.namespaces[effect.namespace].tenant)
+        for name in ((effect.digest, key), (effect.digest, WHOLE), (mark, WHOLE)):
             count = self._others_at.get(name)
             if count is not None and count <= effect.generation:
                 heeded = self._heeded_at.get(name, 1 << 60)
@@ -320,25 +361,49 @@ class RemoteCluster(Cluster):
                 assert heeded < asked, f"a record is to outlive a forget: {key!r}"
 
     def _other_node_forgets(self, effect: ev.FetchChunks | ev.StoreChunks) -> None:
-        """One of these keys, or all of their namespace."""
-        key = self.weather.choice((*effect.keys, *effect.keys, ChunkKey(b"")))
+        """One of these keys, or all of their namespace, or of their tenant."""
+        key = self.weather.choice((*effect.keys, *effect.keys, WHOLE))
         count = self.told.count + 1
-        self.told.add((effect.digest, key, b""), count)
-        self._others_at[effect.digest, key] = count
+        if key == WHOLE and self.weather.random() < 0.5:
+            mark = tenant_mark(self.store.state.namespaces[effect.namespace].tenant)
+            self.told.add((b"", WHOLE, mark), count)
+            self._others_at[mark, WHOLE] = count
+        else:
+            self.told.add((effect.digest, key, b""), count)
+            self._others_at[effect.digest, key] = count
         self._orders += 1
         self.told.count, self.told.head = count, f"{self._orders}"
 
     def _lose_unread(self) -> None:
         """What another node forgot, and nobody read, went with the store: that node will tell it again."""
-        there = {(digest, key) for digest, key, _ in (*self.told.at, *self.known.at)}
+        there = {(maker or digest, key) for digest, key, maker in (*self.told.at, *self.known.at)}
         self._others_at = {name: count for name, count in self._others_at.items() if name in there}
 
     def step(self, event: ev.Event) -> None:
+        if isinstance(event, ev.PurgeTenant) and not event.dry_run:
+            self._orders += 1
+            self._purge_asked.setdefault((event.ticket.worker, event.ticket.request_id), self._orders)
         super().step(event)
+        if isinstance(event, ev.ForgottenElsewhere):
+            marks = [maker for _, _, maker in event.forgotten if is_tenant_mark(maker)]
+            self._marks_heard += [(mark, self.store.state.now) for mark in marks]
+        if self._marks_heard and not (self.store.forgets.going or self.store.recalls.going):
+            self._check_marks_heeded()
         if isinstance(event, ev.SessionsShared):
             self.sessions.applied(event, self._sharing.pop(event.op), self.store)
         if isinstance(event, ev.ForgottenElsewhere) and not self.store.forgets.going:
             self._check_heeded(event)
+
+    def _check_marks_heeded(self) -> None:
+        """Of the tenants that another node has purged nothing is left that was there when this one heard of it."""
+        if self.store.forgets.makers:
+            return
+        self._orders += 1
+        for mark, heard_at in self._marks_heard:
+            namespaces = self.store.state.namespaces.values()
+            self.check_purged({each.id for each in namespaces if tenant_mark(each.tenant) == mark}, heard_at)
+            self._heeded_at[mark, WHOLE] = self._orders
+        self._marks_heard.clear()
 
     def _check_heeded(self, event: ev.ForgottenElsewhere) -> None:
         """Nothing of it is served; what this node asked to be written before may not come back."""
@@ -393,14 +458,17 @@ class RemoteCluster(Cluster):
         """What came counts as committed by whoever wrote it, before anything is compared with it."""
         state = self.store.state
         for op in [op for op in self._came if op not in self.store.sources.fetches]:
-            for namespace_id, key, contents in self._came.pop(op):
+            for came in self._came.pop(op):
+                namespace_id, key, contents = came.namespace, came.key, came.contents
                 namespace = state.namespaces.get(namespace_id)
                 row = namespace.index.get(key, NONE) if namespace is not None else NONE
-                if row == NONE or not state.is_resident(row):
+                if namespace is None or row == NONE or not state.is_hit(row):
                     continue
                 start = state.chunks.shard0[row]
                 kept = tuple(state.chunks.shard_checksum[start : start + len(contents)])
                 if kept == contents:
+                    forgotten = self._forgotten_before(namespace.salt, key, came.makers, heard=came.heeds)
+                    assert came.made_at > forgotten, f"what was forgotten on its way is served: {key!r}"
                     for number, content in enumerate(contents):
                         shard = (namespace_id, key, number)
                         written = (shard, content) in self.ever or content == tag(shard, OTHER_NODE)
@@ -419,6 +487,10 @@ class RemoteCluster(Cluster):
                     if row == NONE or self.store.state.chunks.shard0[row] == NONE:
                         self._orders += 1
                         self._forgotten_at[namespace.salt, key] = self._orders
+        asked = (effect.ticket.worker, effect.ticket.request_id)
+        if isinstance(event, ev.PurgeTenant) and isinstance(answer, ev.Purged) and asked in self._purge_asked:
+            mark = tenant_mark(event.tenant)
+            self._purged_at[mark] = max(self._purge_asked[asked], self._purged_at.get(mark, -1))
         super()._replied(effect)
 
     def _check_quarantined(self, effect: ev.Quarantined) -> None:

@@ -26,6 +26,7 @@ from kvstore.types import DiskResult, DiskState, NamespaceId, Protection, SlotSt
 from .cluster import COPIES, Cluster
 from .disk import DISK_OPS
 from .faults import Fault, draw, show
+from .fleet_cluster import FleetCluster
 from .memory_world import MemoryCluster
 from .processes import Answer, Conversation, Process, Settled
 from .remote_cluster import REMOTE_OPS, RemoteCluster
@@ -47,8 +48,13 @@ REST_MS_MAX = 60_000
 REST_LOOK_MS = 1_000
 FULL_EVERY = 1_000
 
-CLUSTERS: dict[str, type[Cluster]] = {"ssd": Cluster, "memory": MemoryCluster, "remote": RemoteCluster}
-"""By what is below DRAM; "remote": an SSD, and a store beyond the node."""
+CLUSTERS: dict[str, type[Cluster]] = {
+    "ssd": Cluster,
+    "memory": MemoryCluster,
+    "remote": RemoteCluster,
+    "fleet": FleetCluster,
+}
+"""By what is below DRAM; "remote": an SSD, and a store beyond the node; "fleet": and another node."""
 
 Action = Callable[[], None]
 
@@ -121,12 +127,13 @@ class Simulation:
         """Processes whose connection is closed: they live on with their mappings."""
         chance = self.random
         index = random.Random(f"index {seed}")
+        most = 4 if self.tier == "fleet" else 32  # what is here still is not asked of others
         self.cluster = CLUSTERS[self.tier](
             self,
             random.Random(f"disk {seed}"),
-            segments=chance.choice((8, 16, 24, 32)),
+            segments=min(most, chance.choice((8, 16, 24, 32))),
             segment_bytes=16 * PAGE,
-            slabs=chance.choice((6, 18, 24, 32)),
+            slabs=min(most, chance.choice((6, 18, 24, 32))),
             slab_slots=24,
             protection=self.protection,
             lease_ttl_ms=800,

@@ -5,7 +5,7 @@ yet, and tells the daemon what waits, so that its KV is in DRAM when its turn co
     dispatch.py    who waits, and which server takes whom
     lookahead.py   prompts to token ids to chunk keys, and what the daemon is told
 
-`python -m kvstore.scheduler.gateway --server http://127.0.0.1:8000 --server http://127.0.0.1:8001 --run-dir DIR`. With
-`--server URL=NODE` a request goes where most of its beginning is (docs/peers.md). It needs
+`python -P -m kvstore.scheduler.gateway --server http://127.0.0.1:8000 --server http://127.0.0.1:8001 --run-dir DIR`.
+With `--server URL=NODE` a request goes where most of its beginning is (docs/peers.md). It needs
 `pip install "attnstore[gateway]"`. A daemon that is away or slow costs hints, never an answer.
 """

@@ -565,6 +565,12 @@ def test_metrics_are_those_that_sglang_asks_for(engines: Callable[..., Engine]) 
         ({"settings": {"load_ms": "5"}}, ConfigError, "load_ms"),
         ({"arguments": {"enable_lora": True}}, Unsupported, "--enable-lora"),
         ({"arguments": {"speculative_algorithm": "EAGLE"}}, Unsupported, "--speculative-algorithm"),
+        ({"arguments": {"disaggregation_mode": "decode"}}, Unsupported, "--disaggregation-mode"),
+        (
+            {"arguments": {"disaggregation_mode": "prefill", "enable_pd_role_switch": True}},
+            Unsupported,
+            "--disaggregation-mode",
+        ),
         ({"arguments": {"nnodes": 2, "tp_size": 2}}, Unsupported, "--nnodes"),
         ({"stages": 2}, Unsupported, "--pp-size"),
     ],

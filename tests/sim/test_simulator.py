@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.sim.__main__ import main
-from kvstore.sim.canaries import CANARIES, REMOTE_CANARIES, planted
+from kvstore.sim.canaries import CANARIES, FLEET_CANARIES, REMOTE_CANARIES, planted
 from kvstore.sim.faults import KINDS
 from kvstore.sim.simulation import CLUSTERS, Simulation, SimulationFailed, shrink
 from kvstore.types import Protection
@@ -28,7 +28,7 @@ FRESH = 3
 CANARY_RUNS_MAX = 12
 CANARY_SEEDS = {
     **{"reuse-late-read": 9, "evict-pinned": 9, "plan-old-session": 9, "forgotten-elsewhere": 4},
-    **{"over-dram-quota": 3, "over-ssd-quota": 8, "over-remote-quota": 8},
+    **{"over-dram-quota": 3, "over-ssd-quota": 8, "over-remote-quota": 8, "purge-spares-ssd": 3},
 }
 """From where on, for bugs that two runs in five find (more than five of the runs that follow do, with either tier), or
 that only runs with a quota can."""
@@ -49,6 +49,14 @@ def test_a_store_beyond_the_node(seed: int) -> None:
     assert counted["remote_chunks_stored"] and counted["remote_keys_looked_up"], counted
 
 
+@pytest.mark.timeout(600)
+def test_another_node_beside_the_store() -> None:
+    """That gives what it holds, hears of forgets late, and forgets by itself; and tenants are purged."""
+    counted = Simulation(3, 1_500, tier="fleet").run()
+    assert counted["tenants_purged"] and counted["forgets_from_elsewhere"], counted
+    assert counted["remote_chunks_fetched"], counted
+
+
 @pytest.mark.parametrize(("seed", "protection", "steps"), [line for line in KEPT if line])
 def test_a_seed_that_failed_once(seed: str, protection: str, steps: str) -> None:
     Simulation(int(seed), int(steps), protection=Protection(protection), tier="ssd").run()
@@ -61,6 +69,7 @@ def test_a_seed_that_failed_once(seed: str, protection: str, steps: str) -> None
         ("reuse-late-read", "memory"),
         ("trust-disk", "memory"),
         *((name, "remote") for name in REMOTE_CANARIES),
+        *((name, "fleet") for name in FLEET_CANARIES),
     ],
 )
 def test_a_planted_bug_is_found(name: str, tier: str) -> None:

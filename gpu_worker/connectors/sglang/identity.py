@@ -120,6 +120,19 @@ def check_drafter(arguments: Any) -> None:
         )
 
 
+def check_disaggregation(arguments: Any) -> None:
+    """A decode server gets prompts' KV from a prefill server, and nobody compares its weights with those here; what is
+    computed behind it would be saved. Raises Unsupported."""
+    mode = getattr(arguments, "disaggregation_mode", None)
+    if mode == "decode" or getattr(arguments, "enable_pd_role_switch", False):
+        raise Unsupported(
+            "KV comes from a prefill server whose weights nobody compares with these",
+            field="--disaggregation-mode",
+            value=mode,
+            remedy=f"set {WHERE}.kvstore.weights_digest to a name of the weights, on prefill and decode servers alike",
+        )
+
+
 def digest_of_model(model: torch.nn.Module) -> bytes:
     """32 bytes over every parameter and buffer, their names, and the classes that compute with them. Raises Unsupported
     for tensors without bytes to look at."""
@@ -230,6 +243,7 @@ def _digest_here(scheduler: Any, settings: Settings) -> bytes:
     absorb(state, digest_of_arithmetic(arguments, model), settings.weights_digest.encode())
     if not settings.weights_digest:
         check_drafter(arguments)
+        check_disaggregation(arguments)
         if model is None:
             raise ConfigError(
                 "the model whose KV this is cannot be found: SGLang has changed",

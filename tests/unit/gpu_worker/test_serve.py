@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import http.client
 import json
@@ -376,6 +377,28 @@ def test_what_cannot_be_served_is_refused_by_name(serve: Callable[..., Served]) 
     assert one.chat(HELLO | {"unknown field": 1, "user": "me", "n": 1, "logprobs": False})["choices"]
 
 
+def test_another_models_request_is_not_answered_by_this_one(serve: Callable[..., Served]) -> None:
+    one = serve()
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        body = {"prompt": "Hello", "max_tokens": 1} if path == "/v1/completions" else HELLO
+        response = one.ask("POST", path, body | {"model": "larger"})
+        error = json.load(response)["error"]
+        assert (response.status, error["param"]) == (404, "model")
+        assert "model is 'larger': this worker serves 'tiny'" in error["message"]
+        for served in ("tiny", "", None):
+            assert one.post(path, body | {"model": served})["choices"]
+    response = one.ask("POST", "/v1/completions", {"pml": "<prompt/>"})
+    assert (response.status, json.load(response)["error"]["param"]) == (400, "pml")
+
+
+def test_a_prompt_that_is_empty_is_shown_with_what_it_must_be(serve: Callable[..., Served]) -> None:
+    response = serve().ask("POST", "/v1/completions", {"prompt": []})
+    assert (
+        "prompt is []: must be a text or a list of token ids, not empty"
+        in json.load(response)["error"]["message"]
+    )
+
+
 def test_a_worker_that_ends_lets_requests_finish_and_saves(
     serve: Callable[..., Served], store: FakeStore
 ) -> None:
@@ -460,7 +483,7 @@ def test_options_that_cannot_be_are_named(tmp_path: Path) -> None:
     assert worker.keys_of(path) == {"k1": "a", "k2": "b", "k3": "a"}
     assert worker.bytes_of("64m") == 64 << 20
     for wrong in ("", "0", "-1", "5X", "1.5G"):
-        with pytest.raises(ValueError, match="is no size"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
             worker.bytes_of(wrong)
 
 

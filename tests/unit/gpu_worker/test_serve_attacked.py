@@ -146,7 +146,8 @@ def test_every_field_with_every_kind_of_value(path: str, nothing_stays: Serve) -
         for value in choose.sample(NASTY, 9):
             response = one.ask("POST", path, json.dumps(valid | {field: value}))
             if response.status != 200:
-                assert response.status == 400, (field, value, response.read())
+                expected = 404 if field == "model" and isinstance(value, str) else 400
+                assert response.status == expected, (field, value, response.read())
                 told(response)
             elif "text/event-stream" in response.headers["content-type"]:
                 assert "error" not in json.dumps(events(response)), (field, value)

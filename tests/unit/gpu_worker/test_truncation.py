@@ -191,6 +191,8 @@ def test_what_was_kept_of_a_cut_is_kept_from_its_first_bytes_ten_cuts_later() ->
         ({"prompt_share": 1.0}, "prompt_share is 1.0"),
         ({"kept_share": 0.8}, "must be below prompt_share"),
         ({"recompute_share": 1.5}, "recompute_share is 1.5"),
+        ({"window": -4}, "window is -4: 0.5 of it, which is kept, must be at least 1 token"),
+        ({"window": 1}, "window is 1"),
         ({"head_tokens": 128}, "head_tokens is 128"),
         ({"keep_positions": True}, "positions_max is 0"),
     ],
@@ -198,6 +200,21 @@ def test_what_was_kept_of_a_cut_is_kept_from_its_first_bytes_ten_cuts_later() ->
 def test_settings_that_make_no_sense_are_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         replace(SETTINGS, **change)
+
+
+@pytest.mark.parametrize("head", [97, 128, 400])
+def test_a_system_message_that_leaves_no_room_for_the_question_is_refused(
+    head: int, model: LlamaForCausalLM, engines: Make
+) -> None:
+    engine = engines(model, None, chunk_tokens=T, truncation=SETTINGS)
+    prompt = text(head + 200, seed=5)
+    turns = Turns(head, (head,), ())
+    with pytest.raises(ValueError, match=f"system message, with {head}, may be 75%"):
+        engine.add(prompt, max_new_tokens=1, turns=turns)
+    engine.add(text(head + 10, seed=5)[-180:], max_new_tokens=1, turns=Turns(100, (100,), ()))  # is not cut
+    engine.add(prompt[-296:], max_new_tokens=1, turns=Turns(96, (96,), ()))
+    other = engines(model, None, chunk_tokens=T, truncation=replace(SETTINGS, head_tokens=4))
+    other.add(prompt, max_new_tokens=1, turns=turns)
 
 
 # ---------------------------------------------------------------------------------------------------------- keys

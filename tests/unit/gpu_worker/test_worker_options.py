@@ -42,3 +42,43 @@ def test_settings_that_cannot_be_are_said_in_one_line(
         worker.main(["--model", str(tmp_path), "--truncate-tokens", "256", "--truncate-to", "2"])
     assert ended.value.code == 2
     assert "kept_share is 2.0: must be above 0 and below 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--truncate-tokens -4", "argument --truncate-tokens: -4: must be at least 0"),
+        ("--canary-every -1", "argument --canary-every: -1: must be at least 0"),
+        ("--chunk-tokens 0", "argument --chunk-tokens: 0: must be at least 1"),
+        ("--port 65536", "argument --port: 65536: must be between 0 and 65535"),
+        ("--threads many", "argument --threads: 'many' is no whole number"),
+        ("--pool-bytes 1Q", "argument --pool-bytes: '1Q' is no size: a number of bytes, or as 512M or 4G"),
+        ("--run /tmp", "unrecognized arguments: --run /tmp"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named_with_what_it_may_be(
+    given: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        worker.main(["--model", "m", *given.split()])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--api-keys", "--chat-template"])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "cannot be read: No such file or directory"), (b"\xff", "is no text in UTF-8")],
+    ids=["no file", "no text"],
+)
+def test_a_file_that_cannot_be_read_is_named_with_its_option(
+    option: str, content: bytes | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    given = tmp_path / "given"
+    if content is not None:
+        given.write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        worker.main(["--model", str(tmp_path), option, str(given)])
+    assert ended.value.code == 2
+    assert f"{option} {given}: {said}" in capsys.readouterr().err

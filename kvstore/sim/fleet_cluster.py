@@ -1,0 +1,213 @@
+"""The simulator's world with another node beside the REMOTE store: its DRAM is read directly, as by `fleet/`.
+
+The other node computes what this one has, in other batches; it hears of forgets late, and gives what it holds with the
+count up to which it has heeded them (`fleet/server.py`). What comes is held against what this node knows of the
+registry's forgets (`fleet/forgets.py`). The other node is slow, gone, damages what it sends, and forgets by itself:
+then it tells the registry and the REMOTE store. What is served of it was made after every forget that was answered
+here, or heard of.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.core import events as ev
+from kvstore.core.chunks import COMMITTED, DERIVED, NONE
+from kvstore.keys import tenant_mark
+from kvstore.tiers.remote import records
+from kvstore.tiers.remote.tombstones import Forgotten, Tombstones
+from kvstore.types import ChunkKey, DiskResult, Found, NamespaceId, OpId
+
+from .disk import GARBAGE
+from .remote_cluster import OTHER_NODE, TROUBLES, WHOLE, Came, RemoteCluster
+from .world import tag
+
+PEERS = "peers"
+PEER_TROUBLES = (*("",) * 6, "gone", "fails", "flipped")
+HELD_SHARE = 0.5
+"""Of the chunks that this node asks for, those that the other one has computed, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A chunk in the other node's DRAM."""
+
+    contents: tuple[int, ...]
+    token_count: int
+    derived: bool
+    makers: tuple[bytes, ...]
+    made_at: int
+    """By the same count as the records' times."""
+
+
+class FleetCluster(RemoteCluster):
+    SOURCES = (PEERS, "remote")
+    TROUBLES = tuple(trouble for trouble in TROUBLES if trouble not in ("wiped", "older"))
+    """What a store has lost is told again by the node that knew it, which this world has no model of."""
+
+    def __init__(self, listener: Any, chance: random.Random, **limits: Any) -> None:
+        self.peer_holds: dict[tuple[bytes, ChunkKey], Held] = {}
+        self.heeded = 0
+        """Up to which count the other node has dropped what was forgotten."""
+        self.registry = Tombstones()
+        """What the registry has,"""
+        self.known_peers = Tombstones()
+        """what this node has read there,"""
+        self.pending_peers: list[Forgotten] = []
+        """and what it is about to tell."""
+        self._peers_news: list[Forgotten] = []
+        self._count_at: dict[OpId, int] = {}
+        """What this node knew when it began to fetch."""
+        super().__init__(listener, chance, **limits)
+
+    def _begin(self) -> list[ev.Effect]:
+        effects = super()._begin()
+        self._peers_news = [*self.known_peers.at]
+        return effects
+
+    def delay_ms(self, op: Any, chance: random.Random) -> int:
+        delay = super().delay_ms(op, chance)
+        if isinstance(op, ev.ForgetChunks) and op.source == PEERS:
+            self.pending_peers += [one for one in op.forgotten if one not in self.pending_peers]
+        if isinstance(op, ev.FetchChunks) and op.source == PEERS:
+            self._count_at[op.op] = self.known_peers.count
+        return delay
+
+    # --------------------------------------------------------------------------------------------------- performing
+
+    def _perform_op(self, effect: Any, *, fails: str = "", spoil: int = 0) -> None:
+        source = getattr(effect, "source", "")
+        mine = isinstance(effect, (ev.LookUpChunks, ev.FetchChunks, ev.ForgetChunks)) and source == PEERS
+        if not mine:
+            super()._perform_op(effect, fails=fails, spoil=spoil)
+            return
+        trouble = "" if self.calm else self.weather.choice(PEER_TROUBLES)
+        if not self.calm and self.weather.random() < 0.3:
+            self._other_node_heeds()
+        match effect:
+            case ev.LookUpChunks():
+                self._inbox.append(self._peer_looks_up(effect))
+            case ev.FetchChunks():
+                self._inbox.append(self._peer_gives(effect, trouble))
+            case ev.ForgetChunks():
+                self._inbox.append(self._tell_registry(effect, trouble))
+        if self.weather.random() < 0.5:
+            self._read_registry()
+        if self._peers_news:
+            news, self._peers_news = tuple(dict.fromkeys(self._peers_news)), []
+            self._inbox.append(ev.ForgottenElsewhere(PEERS, news, self.known_peers.count))
+
+    def _peer_looks_up(self, effect: ev.LookUpChunks) -> ev.ChunksLookedUp:
+        for key in effect.keys:
+            if (effect.digest, key) not in self.peer_holds and self.weather.random() < HELD_SHARE:
+                self._other_node_computes(effect.namespace, effect.digest, key)
+        return ev.ChunksLookedUp(
+            effect.op,
+            tuple(
+                Found(8 * len(held.contents), 1.0, held.token_count)
+                if (held := self.peer_holds.get((effect.digest, key))) is not None
+                else None
+                for key in effect.keys
+            ),
+        )
+
+    def _other_node_computes(self, namespace: NamespaceId, digest: bytes, key: ChunkKey) -> None:
+        """The same chunk as this node has, or had: what it is was settled there."""
+        state = self.store.state
+        found = state.namespaces.get(namespace)  # none: it was asked whether anybody answers
+        row = found.index.get(key, NONE) if found is not None else NONE
+        if found is None or row == NONE or not state.chunks.flags[row] & COMMITTED:
+            return
+        self._orders += 1
+        self.peer_holds[digest, key] = Held(
+            tuple(tag((namespace, key, shard), OTHER_NODE) for shard in range(found.shards)),
+            state.chunks.tokens[row],
+            bool(state.chunks.flags[row] & DERIVED),
+            (tenant_mark(found.tenant),),
+            self._orders,
+        )
+
+    def _peer_gives(self, effect: ev.FetchChunks, trouble: str) -> ev.ChunksFetched:
+        shards = len(effect.targets) // len(effect.keys)
+        chunks = []
+        came = self._came[effect.op] = []
+        for number, key in enumerate(effect.keys):
+            held = self.peer_holds.get((effect.digest, key))
+            result = DiskResult.OK
+            if held is None or trouble in ("gone", "fails"):
+                result = DiskResult.REUSED
+            elif trouble == "flipped":
+                result = DiskResult.CORRUPT
+            elif self._refuses_peer(effect.digest, key, held):
+                result = DiskResult.REUSED
+            good = held is not None and result is DiskResult.OK
+            for shard, target in enumerate(effect.targets[number * shards : (number + 1) * shards]):
+                if target.segment in self.memory:
+                    self._write(target, held.contents[shard] if held and good else GARBAGE, by=None)
+            if held is None or not good:
+                chunks.append(ev.FetchedChunk(result, why=f"it is {result.name}"))
+                continue
+            forgotten = self._forgotten_before(effect.digest, key, held.makers, heard=True)
+            assert held.made_at > forgotten, f"a peer brings back what was forgotten: {key!r}"
+            came.append(Came(effect.namespace, key, held.contents, held.makers, held.made_at, True))
+            chunks.append(ev.FetchedChunk(result, held.contents, held.token_count, held.derived, held.makers))
+        return ev.ChunksFetched(effect.op, tuple(chunks), self._count_at.pop(effect.op, 0))
+
+    def _refuses_peer(self, digest: bytes, key: ChunkKey, held: Held) -> bool:
+        """As `FleetForgets.refuses`, of what says that its node has heeded so many forgets."""
+        makers = tuple(maker.ljust(16) for maker in held.makers)
+        description = records.Description(
+            digest, key, 0, 1, held.token_count, held.derived, makers, 8, 0, self.heeded, 0
+        )
+        about: list[Forgotten] = [(digest, key, b""), (digest, WHOLE, b"")]
+        about += [(b"", WHOLE, maker) for maker in held.makers]
+        return bool(self.known_peers.refuses(description)) or any(one in self.pending_peers for one in about)
+
+    # ------------------------------------------------------------------------------------------------------ forgets
+
+    def _tell_registry(self, effect: ev.ForgetChunks, trouble: str) -> ev.ChunksForgotten:
+        if trouble == "fails":
+            return ev.ChunksForgotten(effect.op, "as told")
+        self._read_registry()
+        count = self.registry.count + 1
+        for one in self.pending_peers:
+            self.registry.add(one, count)
+            self.known_peers.add(one, count)
+        self.pending_peers = []
+        self.registry.count = self.known_peers.count = count
+        return ev.ChunksForgotten(effect.op, "")
+
+    def _read_registry(self) -> None:
+        for forgotten, count in self.registry.at.items():
+            if self.known_peers.at.get(forgotten, 0) < count:
+                self._peers_news.append(forgotten)
+            self.known_peers.add(forgotten, count)
+        self.known_peers.count = self.registry.count
+
+    def _other_node_forgets(self, effect: ev.FetchChunks | ev.StoreChunks) -> None:
+        """It tells both, and has dropped what it holds of it before."""
+        before = dict(self.told.at)
+        super()._other_node_forgets(effect)
+        count = self.registry.count + 1
+        for one, at in self.told.at.items():
+            if before.get(one, 0) < at:
+                self.registry.add(one, count)
+        self.registry.count = count
+        self._other_node_heeds()
+
+    def _other_node_heeds(self) -> None:
+        for (digest, key), held in list(self.peer_holds.items()):
+            about: list[Forgotten] = [(digest, key, b""), (digest, WHOLE, b"")]
+            about += [(b"", WHOLE, maker) for maker in held.makers]
+            if any(self.registry.at.get(one, 0) > self.heeded for one in about):
+                del self.peer_holds[digest, key]
+        self.heeded = self.registry.count
+
+    def is_forgotten(self, namespace: NamespaceId, key: ChunkKey) -> bool:
+        if super().is_forgotten(namespace, key):
+            return True
+        found = self.store.state.namespaces[namespace]
+        about: list[Forgotten] = [(found.salt, name, b"") for name in (key, WHOLE)]
+        return any(one in self.known_peers.at for one in (*about, (b"", WHOLE, tenant_mark(found.tenant))))
