@@ -209,47 +209,35 @@ def late(report: Report, trace: Trace) -> None:
 
 
 def with_ssd(report: Report, trace: Trace) -> None:
-    """Of an SSD of ten times the DRAM; chunks are of 1 MiB."""
-    size = (report.chosen.dram or ((QUICK_SIZE,) if report.chosen.quick else (SSD_SIZE,)))[0]
+    """Of an SSD of ten times the DRAM; chunks are of 1 MiB. Beside a policy that writes every chunk."""
+    chosen = report.chosen
+    size = (chosen.dram or ((QUICK_SIZE,) if chosen.quick else (SSD_SIZE,)))[0]
     once = len({chunk for turn in trace for chunk in (*turn.chunks, *turn.answer)}) << 20
-    found = {}
-    for policy, ahead in (
-        ("lru", 0),
-        ("expected", 0),
-        ("hints", SSD_LOOK_AHEAD),
-        ("expected", SSD_LOOK_AHEAD),
-    ):
-        result = found[policy, ahead] = replay(
-            trace,
-            dram_chunks=size,
-            ssd_chunks=10 * size,
-            ssd_bytes_per_s=SSD_BYTES_PER_S,
-            policy=policy,
-            look_ahead=ahead,
+    for ahead in chosen.look_ahead or (0, SSD_LOOK_AHEAD):
+        writes_all = "hints" if ahead else "lru"
+        found = {}
+        for policy in (writes_all, "expected"):
+            result = found[policy] = replay(
+                trace,
+                dram_chunks=size,
+                ssd_chunks=10 * size,
+                ssd_bytes_per_s=SSD_BYTES_PER_S,
+                policy=policy,
+                look_ahead=ahead,
+            )
+            report.row(
+                part="ssd", trace=trace.name, policy=policy, dram=size, ssd=10 * size, look_ahead=known(ahead),
+                hits=result.hit_rate, in_dram=result.dram_share, written=result.ssd_bytes_written / once,
+                waited_ms=result.waited_ms / max(1, result.turns),
+            )  # fmt: skip
+        mine, lost = found["expected"], found[writes_all].hit_rate - found["expected"].hit_rate
+        of = f"{trace.name} with an SSD" + (f", {known(ahead)} turns known" if ahead else "")
+        if ahead:
+            report.goal(f"{of}: hits that are in DRAM", mine.dram_share, "", IN_DRAM, ">=")
+        report.goal(
+            f"{of}: written, of every chunk once", mine.ssd_bytes_written / once, "", WRITTEN_MAX, "<="
         )
-        report.row(
-            part="ssd", trace=trace.name, policy=policy, dram=size, ssd=10 * size, look_ahead=ahead,
-            hits=result.hit_rate, in_dram=result.dram_share, written=result.ssd_bytes_written / once,
-            waited_ms=result.waited_ms / max(1, result.turns),
-        )  # fmt: skip
-    of = f"{trace.name} with an SSD"
-    plain, mine, ahead_of = (
-        found[kind] for kind in (("lru", 0), ("expected", 0), ("expected", SSD_LOOK_AHEAD))
-    )
-    report.goal(f"{of}, 20 turns known: hits that are in DRAM", ahead_of.dram_share, "", IN_DRAM, ">=")
-    report.goal(f"{of}: written, of every chunk once", mine.ssd_bytes_written / once, "", WRITTEN_MAX, "<=")
-    report.goal(f"{of}: hits lost to writing all", plain.hit_rate - mine.hit_rate, "", 0.0, "<=")
-    everything = found["hints", SSD_LOOK_AHEAD].hit_rate
-    report.goal(
-        f"{of}, 20 turns known: written, of every chunk once",
-        ahead_of.ssd_bytes_written / once,
-        "",
-        WRITTEN_MAX,
-        "<=",
-    )
-    report.goal(
-        f"{of}, 20 turns known: hits lost to writing all", everything - ahead_of.hit_rate, "", 0.0, "<="
-    )
+        report.goal(f"{of}: hits lost to writing all", lost, "", 0.0, "<=")
 
 
 # ------------------------------------------------------------------------------------------------------- other traces

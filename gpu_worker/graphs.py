@@ -105,7 +105,14 @@ class DecodeGraphs:
         def empty(length: int) -> torch.Tensor:
             return torch.empty(length, dtype=torch.long, device=self._memory)
 
-        return Inputs(*(empty(count) for _ in COLUMNS), empty(self._sequences_max))
+        return Inputs(
+            ids=empty(count),
+            positions=empty(count),
+            chunks=empty(count),
+            places=empty(count),
+            rows=empty(count),
+            lines=empty(self._sequences_max),
+        )
 
     def _write(self, inputs: Inputs, columns: Sequence[Sequence[int]], lines: Sequence[int]) -> None:
         for name, values in (*zip(COLUMNS, columns, strict=True), ("lines", lines)):

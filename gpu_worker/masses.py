@@ -86,7 +86,9 @@ class Observation:
     def _places(self, device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of each token of the stretches: its chunk, its place there, and how far its key is moved."""
         if self._where is None:
-            chunks, places, deltas = [], [], []
+            chunks: list[int] = []
+            places: list[int] = []
+            deltas: list[int] = []
             for one in self.stretches:
                 chunks += [one.chunk] * one.tokens
                 places += range(one.first, one.first + one.tokens)

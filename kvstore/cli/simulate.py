@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ def some_bytes(text: str) -> int:
 
 
 ALL_TURNS = "all"
+PROGRESS_S = 5.0
 TURNS_MAX = 1 << 30
 
 
@@ -428,6 +430,21 @@ def plan(_: str, options: argparse.Namespace) -> int:
     return 0
 
 
+class Progress:
+    """Says on standard error, each few seconds, how far a replay of `turns` turns is."""
+
+    def __init__(self, what: str, turns: int) -> None:
+        self._what = what
+        self._turns = turns
+        self._told_at = time.monotonic()
+
+    def __call__(self, turns: int) -> None:
+        now = time.monotonic()
+        if now - self._told_at >= PROGRESS_S:
+            self._told_at = now
+            note(f"{self._what}: {turns:,} of {self._turns:,} turns")
+
+
 def simulate_fleet(_: str, options: argparse.Namespace) -> int:
     from kvstore.replay.fleet import Failure, simulate_fleet
     from kvstore.replay.plot import fleet_svg
@@ -444,9 +461,11 @@ def simulate_fleet(_: str, options: argparse.Namespace) -> int:
         for routing in options.routing
         for peers in ((True, False) if options.without_peers else (True,))
     ]
-    for nodes, routing, peers, dram in sizes:
+    for place, (nodes, routing, peers, dram) in enumerate(sizes):
+        what = f"{place + 1} of {len(sizes)}: {nodes} nodes, {routing}{'' if peers else ', no peers'}"
         result = simulate_fleet(
             trace,
+            told=Progress(what, len(trace.turns)),
             nodes=nodes,
             routing=routing,
             peers=peers,

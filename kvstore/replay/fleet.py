@@ -243,6 +243,8 @@ class Fleet:
         )
 
 
-def simulate_fleet(trace: Trace, **settings: Any) -> FleetResult:
-    """`trace` through a fleet, as for `Fleet`. Raises BadRequest."""
-    return Fleet(trace, **settings).run()
+def simulate_fleet(
+    trace: Trace, *, told: Callable[[int], None] = lambda turns: None, **settings: Any
+) -> FleetResult:
+    """`trace` through a fleet, as for `Fleet`; `told` after each turn how many have been. Raises BadRequest."""
+    return Fleet(trace, **settings).run(told)

@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 
 from google.protobuf.message import Message
 
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 PROMPT_CACHE_SERVICE = "kvstore.v1.PromptCache"
 CALL_TIMEOUT_S = 10.0
+PURGE_RETRY_S = 10.0
 WAITING_MAX = 64
 """Requests for the thread."""
 DOCUMENT_NAME_MAX = 256
@@ -145,11 +147,30 @@ class SchemaService:
         return reply
 
     def purged(self, mark: bytes) -> None:
-        """This node purges a tenant (`keys.tenant_mark`), whoever was told to."""
+        """This node purges a tenant (`keys.tenant_mark`), whoever was told to. Where another node was, nobody here
+        asks again: what fails is tried until it succeeds, and by the next start."""
+        loop = asyncio.get_running_loop()
+
+        def again(problem: BaseException) -> None:
+            log.error(
+                "the schemas of a tenant that is purged are still here, and are tried again: %s", problem
+            )
+            loop.call_later(PURGE_RETRY_S, self.purged, mark)
+
+        def ended(done: Future[bytes]) -> None:
+            problem = done.exception()
+            if problem is not None:
+                with suppress(RuntimeError):  # the daemon has ended
+                    loop.call_soon_threadsafe(again, problem)
+
         try:
-            self._thread.submit(lambda: admin_pb2.PurgeReply(schemas=self._files.remove_all_marked(mark)))
+            done = self._thread.submit(
+                lambda: admin_pb2.PurgeReply(schemas=self._files.remove_all_marked(mark))
+            )
         except Exhausted as problem:
-            log.error("the schemas of a tenant that is purged are still here: %s", problem)
+            again(problem)
+        else:
+            done.add_done_callback(ended)
 
     # ------------------------------------------------------------------------------------------------- helpers
 

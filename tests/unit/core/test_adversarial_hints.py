@@ -154,6 +154,12 @@ def everything(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple
     return [(b"%d" % number, place, session(number)) for place, number in enumerate(numbers)]
 
 
+def everything_for_long(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes, int, Turn]]:
+    """The same; what is first stays there for less time than it takes to be overdue."""
+    numbers = random.Random(at // 64).sample(range(SESSIONS), SESSIONS)
+    return [(b"%d" % number, place, session(number)) for place, number in enumerate(numbers)]
+
+
 def flipping(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes, int, Turn]]:
     """The truth, and with the next message everything but that."""
     return (true if at // 4 % 2 else opposite)(work, at, dice)
@@ -187,7 +193,7 @@ def one_place(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[
 
 
 SIMPLE = (absent, late, wrong, standing, backwards, opposite, shuffled, doubled, unknown)
-CUNNING = (everything, flipping, seldom_true, just_behind, beginnings, one_place)
+CUNNING = (flipping, seldom_true, just_behind, beginnings, one_place)
 POLICIES = ("hints", "expected")
 
 
@@ -254,11 +260,23 @@ def lru() -> float:
     ("adversary", "eviction"),
     cases(
         {"hints": SIMPLE, "expected": (*CUNNING, opposite, standing)},
-        {"hints": CUNNING, "expected": (absent, late, wrong, backwards, shuffled, doubled, unknown)},
+        {
+            "hints": (*CUNNING, everything),
+            "expected": (everything, absent, late, wrong, backwards, shuffled, doubled, unknown),
+        },
     ),
 )
 def test_no_hints_make_it_much_worse_than_lru(adversary: Adversary, eviction: str) -> None:
     rate = replay(adversary, eviction)
+    assert rate >= lru() - WORSE_MAX, (rate, lru())
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(reason="all that is resident is ranked by a wrong order, and few of its jobs are judged")
+def test_a_queue_of_everything_in_an_order_that_stays_makes_it_not_much_worse_than_lru() -> None:
+    """Measured: .40 of hits instead of .52. Whoever names all that there is, and takes nothing back, has a window over
+    all of DRAM, for what is not there needs no room; what comes from far behind in his queue counts as true."""
+    rate = replay(everything_for_long, EVICTION)
     assert rate >= lru() - WORSE_MAX, (rate, lru())
 
 
@@ -318,8 +336,9 @@ def lru_beside() -> float:
     [
         pytest.param(of_alice, of_bob, id=named(of_alice, of_bob.__name__), marks=marks)
         for of_alice, of_bob, marks in (
-            (absent, everything, ()),
+            (absent, opposite, ()),
             (true, opposite, ()),
+            (absent, everything, pytest.mark.slow),
             *((each, flipping, pytest.mark.slow) for each in (absent, true)),
             *((each, standing, pytest.mark.slow) for each in (absent, true)),
         )

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from kvstore.cli import simulate
 from kvstore.errors import BadRequest
 from kvstore.replay.fleet import Failure, simulate_fleet
 from kvstore.replay.plot import fleet_svg
@@ -96,3 +97,16 @@ def test_a_plot_has_a_point_for_every_replay() -> None:
     assert {"prefix", "random", "hits, %", "2", "3"} <= set(said)
     heights = {float(circle.attrib["cy"]) for circle in drawn.findall(f"{name}circle")}
     assert all(60 <= height <= 260 for height in heights) and len(heights) > 2
+
+
+def test_a_replay_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On standard error alone: the figures go elsewhere."""
+    monkeypatch.setattr(simulate, "PROGRESS_S", 0.0)
+    result = simulate_fleet(
+        TRACE, nodes=2, dram_chunks=60, told=simulate.Progress("2 nodes", len(TRACE.turns))
+    )
+    said = capsys.readouterr()
+    assert not said.out
+    assert said.err.splitlines()[-1] == f"2 nodes: {result.turns:,} of {len(TRACE.turns):,} turns"
