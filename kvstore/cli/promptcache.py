@@ -264,6 +264,7 @@ def _verify(options: argparse.Namespace) -> int:
                 value=options.texts,
                 remedy='write a line for each: {"documents": ["..."], "question": "...", "answer": "..."}',
             ) from None
+    note(f"{options.worker} computes every sample with several recipes: on a CPU that takes minutes")
     found = _post(
         options.worker, "/promptcache/verify", body, options.key or os.environ.get("KVSTORE_API_KEY", "")
     )
