@@ -798,7 +798,9 @@ class Daemon:
             idle = [
                 option.name
                 for option in dataclasses.fields(config)
-                if option.name.startswith("ssd_") and getattr(config, option.name) != option.default
+                if option.name.startswith("ssd_")
+                and getattr(config, option.name)
+                != ({} if option.default is dataclasses.MISSING else option.default)
             ]
             return f"off: without ssd_dir, {' and '.join(idle)} mean nothing" if idle else "off"
         state = self.loop.store.state

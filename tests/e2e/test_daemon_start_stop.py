@@ -345,7 +345,7 @@ def test_an_unknown_flag(launch):
 def test_an_unknown_variable(launch):
     refused(
         launch(environment={"KVSTORED_DRAMS": "1"}),
-        "drams=1: no such setting (did you mean drain_ms or dram_bytes? kvstored --help",
+        "drams=1: no such setting (did you mean drain_ms or dram_bytes or dram_quotas? kvstored --help",
     )
 
 

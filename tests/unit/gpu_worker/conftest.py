@@ -454,7 +454,8 @@ def engines() -> Iterator[Callable[..., BatchEngine]]:
     made: list[BatchEngine] = []
 
     def make(model: LlamaForCausalLM, store: FakeStore | None, **options: Any) -> BatchEngine:
-        settings = {"pool_chunks": 32, "retain": False} | options
+        # A lookup that is late is a miss: here it is never late, on whatever machine.
+        settings = {"pool_chunks": 32, "retain": False, "lookup_timeout_s": 30.0} | options
         made.append(BatchEngine(model, store.connect if store is not None else None, **settings))
         return made[-1]
 

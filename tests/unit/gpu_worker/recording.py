@@ -24,7 +24,9 @@ class Recording(BatchEngine):
     def __init__(
         self, model: PreTrainedModel, connect: Callable[[], Any] | None = None, **options: Any
     ) -> None:
-        super().__init__(model, connect, **{"pool_chunks": 64, "chunk_tokens": T} | options)
+        super().__init__(
+            model, connect, **{"pool_chunks": 64, "chunk_tokens": T, "lookup_timeout_s": 30.0} | options
+        )
         self.model = model
         forward = self._forward
 
