@@ -156,7 +156,7 @@ class Cluster(DiskWorld):
             self._check_again(self._asked[ticket.worker, ticket.request_id], first, effect.answer)
         super()._replied(effect)
         match effect.answer:
-            case ev.Acquired():
+            case ev.Acquired() if effect.answer != first:  # else it was checked when it was given
                 self._check_served(effect.ticket, effect.answer)
             case ev.Matched():
                 self._check_matched(effect.ticket, effect.answer)

@@ -120,6 +120,20 @@ def test_what_is_being_written_and_read_goes_too() -> None:
     assert node.left(ALICE)[0] == 0
 
 
+def test_what_was_being_written_when_it_began_is_no_hit_for_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the purge comes to it much later."""
+    node = Node()
+    worker, space = node.of[ALICE]
+    reserved = node.reserve(worker, space, chain("new", 2))
+    monkeypatch.setattr(recall, "DROPS_PER_STEP_MAX", 1)
+    node.ask(ev.PurgeTenant, node.admin, ALICE)
+    node.commit(worker, reserved)
+    assert node.store.recalls.going
+    assert set(node.outcomes(worker, space, chain("new", 2))) == {"FORGOTTEN"}
+    node.wait()
+    assert node.left(ALICE)[0] == 0
+
+
 def test_in_steps_and_others_are_served_between(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recall, "DROPS_PER_STEP_MAX", 2)
     monkeypatch.setattr(recall, "ROWS_PER_STEP_MAX", 3)
