@@ -84,7 +84,7 @@ class Scheduler:
             self._adopt(request)
         self._admit()
         pieces: dict[Request, int] = {}
-        promised: set[ChunkKey] = set()  # of chunks that a request looked at before is to compute or loads
+        promised = self._loading()  # and what a request looked at before is to compute, or to load
         budget = self._prefill_tokens
         for request in sorted(self.running, key=lambda request: request.missing > 1):
             if request.row < 0:
@@ -108,6 +108,16 @@ class Scheduler:
         if not pieces and not self.undecided and not self.open_cuts:
             self._idle()
         return pieces
+
+    def _loading(self) -> set[ChunkKey]:
+        """Keys of the chunks that loads bring. One that runs may have been answered before an older one was, and load
+        what both of them want: the older one adopts it."""
+        return {
+            key
+            for request in self.running
+            if request.load is not None and not request.load.failed
+            for key in self._adoptable(request)[request.load_first : len(request.chunks)]
+        }
 
     def _prepare(self, promised: set[ChunkKey]) -> None:
         """The next of those that wait load while the others compute, into chunks that nobody who runs is going to need.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -442,3 +443,42 @@ def test_what_does_not_rise_in_time_is_computed(store: FakeStore, engines: MakeE
     assert second.reused_tokens == T
     assert second.tokens == engines(engine._model, None).turn("s", [*prompt, 7], 1).tokens
     assert engine.flush(10) and store.leases == 0
+
+
+def test_what_a_younger_request_loads_is_loaded_once(store: FakeStore, engines: MakeEngine) -> None:
+    """Though its look-up was answered before that of the older one, which wants the same."""
+    model = tiny_llama(layers=2)
+    shared = text(5 * T)
+    prompts = [[*shared, *text(80, seed=seed)] for seed in (2, 3)]
+    saver = engines(model, store, chunk_tokens=T)
+    expected = [list(saver.turn("", prompt, 4).tokens) for prompt in prompts]
+    assert saver.flush(30)
+    engine = engines(model, store, chunk_tokens=T)
+    look_up = engine._store.look_up
+    late: Future[Any] = Future()
+    begun: list[Future[Any]] = []
+
+    def answered_late(request: Any) -> Any:
+        begun.append(look_up(request))
+        return late if len(begun) == 1 else begun[-1]
+
+    engine._store.look_up = answered_late  # type: ignore[method-assign]
+    copying, go_on = threading.Event(), threading.Event()
+
+    def copy(number: int) -> bool:
+        copying.set()
+        return go_on.wait(30)
+
+    store.on_copy = copy
+    got: dict[int, list[int]] = {engine.add(prompt, 4): [] for prompt in prompts}
+    while not copying.is_set():
+        assert not engine.step()
+    late.set_result(begun[0].result(30))
+    for _ in range(3):
+        assert not engine.step()
+    go_on.set()
+    for output in engine.run():
+        got[output.request].append(output.token)
+    assert list(got.values()) == expected
+    assert engine.counters["restored_tokens"] == (5 + 1 + 1) * T
+    assert engine.counters["load_failures"] == 0
