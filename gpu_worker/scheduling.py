@@ -22,6 +22,7 @@ from kvstore.gpu_worker.gathering import Gathering
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.importing import Importing
 from kvstore.gpu_worker.loader import Load, LoadFailed
+from kvstore.gpu_worker.masses import OBSERVED
 from kvstore.gpu_worker.request import Request, Reused
 from kvstore.keys import SALT_BYTES, exact_chain
 from kvstore.types import ChunkKey
@@ -96,7 +97,7 @@ class Scheduler:
             self._adopt(request)
             if self._restoring(request, promised, pieces) or request.undecided:
                 continue
-            count = 1 if request.missing == 1 else min(request.missing, budget)
+            count = 1 if request.missing == 1 else self._piece(request, budget)
             if count == 0 or self._next(request) in promised:
                 continue
             if self._make_room(request, request.spans(count)[-1][1], pieces):
@@ -108,6 +109,15 @@ class Scheduler:
         if not pieces and not self.undecided and not self.open_cuts:
             self._idle()
         return pieces
+
+    def _piece(self, request: Request, budget: int) -> int:
+        """How many tokens of its prompt, of so many that a step may still take. What the end of a prompt attends to is
+        recorded in one step: enough is left for the last one."""
+        count = min(request.missing, budget)
+        left = request.missing - count
+        if not request.observe or not 0 < left < OBSERVED <= self._prefill_tokens:
+            return count
+        return max(0, request.missing - OBSERVED)
 
     def _loading(self) -> set[ChunkKey]:
         """Keys of the chunks that loads bring. One that runs may have been answered before an older one was, and load

@@ -341,6 +341,19 @@ def test_what_is_recorded_is_what_the_last_tokens_attend_to(
         assert abs(found.sum() - 3 * 4 * OBSERVED) < 1e-2
 
 
+@pytest.mark.parametrize("count", [49, 50, 63, 64])
+def test_the_end_of_a_prompt_is_computed_in_one_step(
+    model: LlamaForCausalLM, engines: Make, count: int
+) -> None:
+    """Though steps of 24 tokens would leave one, two or fewer than are looked at."""
+    engine = engines(model, None, chunk_tokens=T, truncation=SETTINGS, prefill_tokens=24)
+    prompt = text(count)
+    engine.turn("", prompt, 2)
+    assert engine._masses is not None
+    found = engine._masses.find(prompt)
+    assert found is not None and np.abs(found - attention_of(model, prompt)).max() < 1e-3
+
+
 def test_of_a_cut_conversation_it_is_recorded_where_its_tokens_stand(store: FakeStore, engines: Make) -> None:
     """One layer, whose KV depends on tokens alone: as if the model had read what remains."""
     model = tiny_llama(layers=1)
