@@ -34,13 +34,13 @@ class Recording(BatchEngine):
             reading = sum(count for count in pieces.values() if count > 1)
             assert reading <= self._scheduler._prefill_tokens, pieces.values()
             logits = forward(pieces, watch)
-            for request, found in logits.items():
-                if request.load is None or not request.load.failed:  # else it is computed again
-                    self.seen[request.number].append(found.clone())
+            self._logits = {request.number: found.clone() for request, found in logits.items()}
             return logits
 
         record.renew = forward.renew  # type: ignore[attr-defined]
         self._forward = record
+        self._logits: dict[int, torch.Tensor] = {}
+        """Of the last call. A load may still fail behind it: then nothing follows from them."""
         self.seen: dict[int, list[torch.Tensor]] = {}
         self.asked: dict[int, tuple[list[int], Sampling]] = {}
         self.got: dict[int, list[int]] = {}
@@ -57,6 +57,8 @@ class Recording(BatchEngine):
         outputs = super().step()
         for output in outputs:
             self.got[output.request].append(output.token)
+            if (logits := self._logits.get(output.request)) is not None:
+                self.seen[output.request].append(logits)
             self.finished[output.request] = output.finish
         self.check_integrity()
         self.poison()
