@@ -24,7 +24,7 @@ from kvstore.kernels.stretches import Stretch
 
 from .conftest import FakeStore, recorded_logits, text, tiny_llama
 from .emulated import EmulatedDevice, Trusting
-from .test_truncation import SALT, Chat, T, conversation, logits_of, placed
+from .test_truncation import SALT, Chat, T, conversation, disturbed, logits_of, placed
 
 SETTINGS = Truncation(window=256, mass_share=0.3)
 BUDGET = SETTINGS.mass_tokens
@@ -241,23 +241,7 @@ def test_cuts_by_mass_share_steps_are_preempted_and_aborted(
     assert alone.flush(30) and alone.counters["cuts_by_mass"] >= 3
     device = EmulatedDevice() if late else None
     engine = engines(model, store, pool_chunks=64, device=device, verdicts=Trusting(), **options)
-    numbers = [engine.add(prompt, 20, turns=turns) for prompt in prompts]
-    dropped = engine.add(prompts[0], 20, turns=turns)
-    got: dict[int, list[int]] = {number: [] for number in (*numbers, dropped)}
-    steps = 0
-    while engine.live:
-        for output in engine.step():
-            got[output.request].append(output.token)
-        engine.check_integrity()
-        steps += 1
-        if steps == 2:
-            engine.abort(dropped)
-        if steps in (3, 9) and engine.running > 1:
-            newest = engine._scheduler.running[-1]
-            engine._scheduler.stop(newest)
-            engine._scheduler.waiting.appendleft(newest)
-            engine.check_integrity()
-    assert [tuple(got[number]) for number in numbers] == wanted
+    assert disturbed(engine, prompts, turns) == wanted
     assert engine.counters["truncations_recomputed"] == 0
     assert device is None or not device.races
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -300,6 +300,27 @@ def model() -> LlamaForCausalLM:
     return tiny_llama(layers=3)
 
 
+def disturbed(engine: BatchEngine, prompts: Sequence[Sequence[int]], turns: Turns) -> list[tuple[int, ...]]:
+    """The answers to prompts that run beside each other while one is aborted and the newest twice has to make room."""
+    numbers = [engine.add(prompt, 20, turns=turns) for prompt in prompts]
+    dropped = engine.add(prompts[0], 20, turns=turns)
+    got: dict[int, list[int]] = {number: [] for number in (*numbers, dropped)}
+    steps = 0
+    while engine.live:
+        for output in engine.step():
+            got[output.request].append(output.token)
+        engine.check_integrity()
+        steps += 1
+        if steps == 2:
+            engine.abort(dropped)
+        if steps in (3, 9) and engine.running > 1:
+            newest = engine._scheduler.running[-1]
+            engine._scheduler.stop(newest)
+            engine._scheduler.waiting.appendleft(newest)
+            engine.check_integrity()
+    return [tuple(got[number]) for number in numbers]
+
+
 class Chat:
     """A conversation with an engine, whose answers become part of it."""
 
@@ -439,24 +460,7 @@ def test_cut_requests_share_a_step_with_others(model: LlamaForCausalLM, engines:
     wanted = [alone.turn("", prompt, 20, turns=turns).tokens for prompt in prompts]
     for chunks in (64, 18):
         engine = engines(model, store, chunk_tokens=T, pool_chunks=chunks, truncation=SETTINGS)
-        numbers = [engine.add(prompt, 20, turns=turns) for prompt in prompts]
-        dropped = engine.add(prompts[0], 20, turns=turns)
-        other = engine.add(text(100, seed=8), 30)
-        got: dict[int, list[int]] = {number: [] for number in (*numbers, dropped, other)}
-        steps = 0
-        while engine.live:
-            for output in engine.step():
-                got[output.request].append(output.token)
-            engine.check_integrity()
-            steps += 1
-            if steps == 2:
-                engine.abort(dropped)
-            if steps in (3, 9) and engine.running > 1:  # as if there was no room
-                newest = engine._scheduler.running[-1]
-                engine._scheduler.stop(newest)
-                engine._scheduler.waiting.appendleft(newest)
-                engine.check_integrity()
-        assert [tuple(got[number]) for number in numbers] == wanted
+        assert disturbed(engine, prompts, turns) == wanted
         assert engine.counters["truncations_recomputed"] == 0
 
 
