@@ -52,25 +52,19 @@ class FleetCluster(RemoteCluster):
         self.heeded = 0
         """Up to which count the other node has dropped what was forgotten."""
         self.registry = Tombstones()
-        """What the registry has,"""
-        self.known_peers = Tombstones()
-        """what this node has read there,"""
-        self.pending_peers: list[Forgotten] = []
-        """and what it is about to tell."""
-        self._peers_news: list[Forgotten] = []
+        """What the registry has; what this node has read there, and is about to tell, is in its journal."""
         self._count_at: dict[OpId, int] = {}
         """What this node knew when it began to fetch."""
         super().__init__(listener, chance, **limits)
 
-    def _begin(self) -> list[ev.Effect]:
-        effects = super()._begin()
-        self._peers_news = [*self.known_peers.at]
-        return effects
+    @property
+    def known_peers(self) -> Tombstones:
+        return self.journals[PEERS].tombstones
 
     def delay_ms(self, op: Any, chance: random.Random) -> int:
         delay = super().delay_ms(op, chance)
         if isinstance(op, ev.ForgetChunks) and op.source == PEERS:
-            self.pending_peers += [one for one in op.forgotten if one not in self.pending_peers]
+            self._postpone(PEERS, op.forgotten)
         if isinstance(op, ev.FetchChunks) and op.source == PEERS:
             self._count_at[op.op] = self.known_peers.count
         return delay
@@ -95,9 +89,8 @@ class FleetCluster(RemoteCluster):
                 self._inbox.append(self._tell_registry(effect, trouble))
         if self.weather.random() < 0.5:
             self._read_registry()
-        if self._peers_news:
-            news, self._peers_news = tuple(dict.fromkeys(self._peers_news)), []
-            self._inbox.append(ev.ForgottenElsewhere(PEERS, news, self.known_peers.count))
+        if self._news[PEERS] or isinstance(effect, ev.ForgetChunks):
+            self._inbox.append(self._tell_news(PEERS))
 
     def _peer_looks_up(self, effect: ev.LookUpChunks) -> ev.ChunksLookedUp:
         for key in effect.keys:
@@ -163,7 +156,9 @@ class FleetCluster(RemoteCluster):
         )
         about: list[Forgotten] = [(digest, key, b""), (digest, WHOLE, b"")]
         about += [(b"", WHOLE, maker) for maker in held.makers]
-        return bool(self.known_peers.refuses(description)) or any(one in self.pending_peers for one in about)
+        return bool(self.known_peers.refuses(description)) or any(
+            one in self.journals[PEERS].pending for one in about
+        )
 
     # ------------------------------------------------------------------------------------------------------ forgets
 
@@ -172,18 +167,16 @@ class FleetCluster(RemoteCluster):
             return ev.ChunksForgotten(effect.op, "as told")
         self._read_registry()
         count = self.registry.count + 1
-        for one in self.pending_peers:
+        pending = self.journals[PEERS].pending
+        for one in pending:
             self.registry.add(one, count)
             self.known_peers.add(one, count)
-        self.pending_peers = []
+        pending.clear()
         self.registry.count = self.known_peers.count = count
         return ev.ChunksForgotten(effect.op, "")
 
     def _read_registry(self) -> None:
-        for forgotten, count in self.registry.at.items():
-            if self.known_peers.at.get(forgotten, 0) < count:
-                self._peers_news.append(forgotten)
-            self.known_peers.add(forgotten, count)
+        self._read_elsewhere(PEERS, self.registry)
         self.known_peers.count = self.registry.count
 
     def _other_node_forgets(self, effect: ev.FetchChunks | ev.StoreChunks) -> None:

@@ -17,7 +17,7 @@ from kvstore.core import events as ev
 from kvstore.core.chunks import NONE
 from kvstore.keys import is_tenant_mark, tenant_mark
 from kvstore.tiers.remote import records, tombstones
-from kvstore.tiers.remote.tombstones import Forgotten, Tombstones
+from kvstore.tiers.remote.tombstones import Forgotten, Journal, Tombstones
 from kvstore.types import ChunkKey, DiskResult, Found, NamespaceId, OpId, Tier, WorkerId
 
 from .cluster import OPS, Cluster
@@ -26,7 +26,7 @@ from .told_sessions import SESSION_OPS, ToldSessions
 from .world import tag
 
 REMOTE_OPS = (
-    *(ev.LookUpChunks, ev.FetchChunks, ev.StoreChunks, ev.ForgetChunks, ev.DropChunks),
+    *(ev.LookUpChunks, ev.FetchChunks, ev.StoreChunks, ev.ForgetChunks, ev.DropChunks, ev.TenantPurged),
     *SESSION_OPS,
 )
 OTHER_NODE = 9
@@ -65,10 +65,8 @@ class RemoteCluster(Cluster):
         """Records by name."""
         self.told = Tombstones()
         """What the store has,"""
-        self.known = Tombstones()
-        """what this node knows, over its restarts,"""
-        self.pending: list[Forgotten] = []
-        """and what it has noted and not told."""
+        self.journals = {name: Journal() for name in self.SOURCES}
+        """and what this node knows, and has noted and not told, over its restarts, by channel."""
         self._copy: tuple[dict[str, bytes], Tombstones] = ({}, Tombstones())
         self.weather = random.Random(f"remote {chance.random()}")
         self.sessions = ToldSessions(random.Random(f"sessions {chance.random()}"))
@@ -77,8 +75,14 @@ class RemoteCluster(Cluster):
         """From now on nothing goes wrong."""
         self._emitted: dict[OpId, int] = {}
         """When the core asked for it, by the same count as the records' times."""
-        self._news: list[Forgotten] = []
+        self._news: dict[str, list[Forgotten]] = {name: [] for name in self.SOURCES}
         """What this node has read that another one forgot, and the core was not told of."""
+        self._told_of: dict[str, ev.Heeded | None] = {}
+        """How far the core was told that each journal goes."""
+        self._saved_at: dict[tuple[NamespaceId, ChunkKey], int] = {}
+        """When each chunk was committed last."""
+        self.purged_beyond: set[bytes] = set()
+        """Marks of the tenants of which the edge has removed what it kept."""
         self._came: dict[OpId, list[Came]] = {}
         self._orders = 0
         self._written_at: dict[bytes, int] = {}
@@ -124,8 +128,78 @@ class RemoteCluster(Cluster):
         self.sessions.begins()
         self._sharing.clear()
         self._marks_heard.clear()
-        self._news = [*self.known.at]  # as the journal says it: it may not have left the index
+        for name, journal in self.journals.items():
+            self._news[name] = journal.behind(self.store.state.heeded.get(name))
         return effects
+
+    @property
+    def known(self) -> Tombstones:
+        return self.journals["remote"].tombstones
+
+    @property
+    def pending(self) -> dict[Forgotten, None]:
+        return self.journals["remote"].pending
+
+    def crash(self, chance: random.Random | None = None, *, power: bool = False, **changed: Any) -> None:
+        """And what the journals say that the index may still have goes, before anything is served."""
+        super().crash(chance, power=power, **changed)
+        promised = set(self.promised)
+        may_go = {chunk for chunk in promised if self._is_to_be_heeded(*chunk)}
+        for name in self.SOURCES:
+            self.step(self._tell_news(name))
+        while self.store.forgets.going or self.store.recalls.going:
+            self.step(ev.Idle())
+        lost = promised - self.promised - may_go
+        assert not lost, f"saved after they were forgotten, and dropped by a start: {lost}"
+        for chunk in self.platter.chunks:
+            self._check_restored(NamespaceId(chunk[0]), chunk[1])
+
+    def _is_to_be_heeded(self, namespace: NamespaceId, key: ChunkKey) -> bool:
+        """Whether a forget of it was not carried out to the end, as far as the index knows."""
+        found = self.store.state.namespaces[namespace]
+        mark = tenant_mark(found.tenant)
+        for name, journal in self.journals.items():
+            heeded = self.platter.heeded.get(name)
+            for (digest, forgotten, maker), position in journal.positions.items():
+                behind = heeded is None or heeded.journal != journal.name or position > heeded.position
+                about = digest == found.salt and forgotten in (key, WHOLE)
+                if behind and (about or maker == mark or (maker and not is_tenant_mark(maker))):
+                    return True
+        return False
+
+    def _check_restored(self, namespace: NamespaceId, key: ChunkKey) -> None:
+        """What the index brought back was saved after every forget that the core was told of."""
+        state = self.store.state
+        found = state.namespaces.get(namespace)
+        row = found.index.get(key, NONE) if found is not None else NONE
+        if found is None or row == NONE or not state.is_usable(row):
+            return
+        mark = tenant_mark(found.tenant)
+        names = ((found.salt, key), (found.salt, WHOLE), (mark, WHOLE))
+        forgotten = max(self._heeded_at.get(name, -1) for name in names)
+        assert self._saved_at[namespace, key] > forgotten, f"a start brings back what was forgotten: {key!r}"
+
+    def _note_committed(self, shard: Any, what: int) -> None:
+        super()._note_committed(shard, what)
+        self._orders += 1
+        self._saved_at[shard[0], shard[1]] = self._orders
+
+    def _tell_news(self, name: str) -> ev.ForgottenElsewhere:
+        """In the order in which it was read; or that nothing is new."""
+        journal = self.journals[name]
+        news, self._news[name] = tuple(dict.fromkeys(self._news[name])), []
+        self._told_of[name] = reached = journal.reached(name)
+        return ev.ForgottenElsewhere(name, news, journal.tombstones.count, heeded=reached)
+
+    def _read_elsewhere(self, name: str, told: Tombstones, *, is_other: bool = False) -> None:
+        """As `Book.learn`."""
+        journal = self.journals[name]
+        for forgotten, count in told.at.items():
+            known = journal.tombstones.at.get(forgotten, 0)
+            if known < count or (is_other and known != count):
+                journal.note(forgotten)
+                self._news[name].append(forgotten)
+            journal.tombstones.add(forgotten, count)
 
     def delay_ms(self, op: Any, chance: random.Random) -> int:
         """Now and then beyond the deadline of the core."""
@@ -136,9 +210,14 @@ class RemoteCluster(Cluster):
             self.sessions.emitted(op, self.store)
         if isinstance(op, ev.ForgetChunks) and op.source == "remote":
             padded = [(digest, key, maker and maker.ljust(16)) for digest, key, maker in op.forgotten]
-            self.pending += [one for one in padded if one not in self.pending]
+            self._postpone("remote", padded)
         usual: int = chance.choice((0, 1, 3, 10))
         return usual if self.calm else usual + chance.choice((*(0,) * 12, 50, 350, 1_500))
+
+    def _postpone(self, name: str, forgotten: Sequence[Forgotten]) -> None:
+        for one in forgotten:
+            self.journals[name].pending[one] = None
+            self.journals[name].note(one)
 
     # --------------------------------------------------------------------------------------------------- performing
 
@@ -159,15 +238,17 @@ class RemoteCluster(Cluster):
             case ev.ForgetChunks():
                 self._inbox.append(ev.ChunksForgotten(effect.op, self._forget_away(trouble)))
             case ev.ForgetSessions():
-                self.sessions.forget(effect)
+                self._inbox.append(self.sessions.forget(effect))
+            case ev.TenantPurged():
+                self.purged_beyond.add(effect.mark)
+                self._inbox.append(ev.PurgedBeyond(effect.op))
             case ev.ShareSessions() | ev.LookUpSessions():
                 self._inbox.append(self.sessions.perform(effect, trouble))
             case ev.DropChunks():
                 for key in effect.keys:
                     self.remote.pop(records.name_of(effect.digest, key, 0, SALT), None)
-        if self._news:
-            news, self._news = tuple(dict.fromkeys(self._news)), []
-            self._inbox.append(ev.ForgottenElsewhere("remote", news, self.known.count))
+        if self._news["remote"] or isinstance(effect, ev.ForgetChunks):
+            self._inbox.append(self._tell_news("remote"))
 
     def _look_up(self, effect: ev.LookUpChunks, trouble: str) -> ev.ChunksLookedUp:
         if trouble == "fails":
@@ -425,17 +506,14 @@ class RemoteCluster(Cluster):
         is_other = self.told.count < self.known.count or (
             self.told.count == self.known.count and self.told.head != self.known.head
         )
-        for forgotten, count in self.told.at.items():
-            if self.known.at.get(forgotten, 0) < count:
-                self._news.append(forgotten)
-            self.known.add(forgotten, count)
+        self._read_elsewhere("remote", self.told, is_other=is_other)
         if is_other:
             self._tell(list(self.known.at))
             return False
         self.known.count, self.known.head = self.told.count, self.told.head
         if self.pending:
-            self._tell(self.pending)
-            self.pending = []
+            self._tell(list(self.pending))
+            self.pending.clear()
         return True
 
     def _tell(self, forgotten: list[Forgotten]) -> None:
@@ -511,5 +589,10 @@ class RemoteCluster(Cluster):
         sources, remote, forgets = self.store.sources, self.store.remote, self.store.forgets
         assert not (sources.fetches or sources.parked or sources.wanted or sources._ahead), sources
         assert not remote.stores and not forgets.behind, (remote, forgets)
+        assert not forgets.purging, forgets
+        for name, reached in self._told_of.items():
+            assert self.platter.heeded.get(name) == reached, (name, reached, self.platter.heeded)
+        purged = {name for name, key in self._heeded_at if key == WHOLE and is_tenant_mark(name)}
+        assert self.purged_beyond >= purged | self._purged_at.keys(), purged
         shared = self.store.shared_sessions
         assert not (shared.telling or shared.asking or shared.changed or shared._wanted), shared

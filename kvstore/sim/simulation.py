@@ -417,7 +417,10 @@ class Simulation:
             self.after(self._until["disk_hangs"] - self.clock, lambda: self._perform(op, boot))
             return
         for report in self.cluster.perform(op, fails=self._fails(op)):
-            self.after(self.random.choice((0, 0, 1, 5)), partial(self._report, report, boot))
+            late = self.random.choice((0, 0, 1, 5))
+            if isinstance(report, ev.ForgottenElsewhere):
+                late = 0  # what was read is told in that order
+            self.after(late, partial(self._report, report, boot))
 
     def _report(self, event: ev.Event, boot: int) -> None:
         if boot == self._boots:

@@ -275,6 +275,11 @@ class Check:
                 if isinstance(bar, Defect):
                     where = f"barred maker {key.removeprefix(format.BARRED_PREFIX).hex()}"
                     self._row("meta", key, Problem("maker", where, f"its row {bar.value}", ROW))
+            elif key.startswith(format.HEEDED_PREFIX):
+                heeded = format.decode_heeded(key, value)
+                if isinstance(heeded, Defect):
+                    where = f"forgets of {key.removeprefix(format.HEEDED_PREFIX).decode('ascii', 'replace')}"
+                    self._row("meta", key, Problem("forgets", where, f"its row {heeded.value}", ROW))
             elif not isinstance(number, Defect):
                 meta[key.decode("ascii", "backslashreplace")] = number
         meta.setdefault("next_slab", 0)  # written with the first slab: until then nothing was stored
