@@ -53,6 +53,7 @@ class Came:
     made_at: int
     heeds: bool
     """Whoever made it would have heeded what this node has heard of."""
+    is_peers: bool = False
 
 
 class RemoteCluster(Cluster):
@@ -90,16 +91,21 @@ class RemoteCluster(Cluster):
         self._forgotten_at: dict[tuple[bytes, ChunkKey], int] = {}
         self._heeded_at: dict[tuple[bytes, ChunkKey], int] = {}
         """When the core was told that another node has forgotten it."""
+        self._heeded_count: dict[tuple[str, Forgotten], int] = {}
+        """By channel: the count of each forget when the core was told of it. A start may tell of it again."""
         self._others_at: dict[tuple[bytes, ChunkKey], int] = {}
         """At which count another node has forgotten it last."""
+        self._others_told_at: dict[tuple[bytes, ChunkKey], int] = {}
+        """And when."""
         self._of_others: set[bytes] = set()
         """Records that another node has written."""
         self._purge_asked: dict[tuple[WorkerId, int], int] = {}
         """By request: when a purge was asked for."""
         self._purged_at: dict[bytes, int] = {}
         """By mark of the tenant: when what was answered as purged was asked for."""
-        self._marks_heard: list[tuple[bytes, int]] = []
-        """Tenants that another node has purged, and the time when the core heard of it, that it has yet to heed."""
+        self._marks_heard: list[tuple[bytes, int, bool]] = []
+        """Tenants that another node has purged, and the time when the core heard of it, perhaps again, that it has yet
+        to heed."""
         super().__init__(
             listener,
             chance,
@@ -127,6 +133,7 @@ class RemoteCluster(Cluster):
         self.hold = {*OPS, *REMOTE_OPS}
         self.sessions.begins()
         self._sharing.clear()
+        self._emitted.clear()  # numbers of ops begin anew
         self._marks_heard.clear()
         for name, journal in self.journals.items():
             self._news[name] = journal.behind(self.store.state.heeded.get(name))
@@ -219,13 +226,17 @@ class RemoteCluster(Cluster):
             self.journals[name].pending[one] = None
             self.journals[name].note(one)
 
+    def _trouble(self, troubles: Sequence[str]) -> str:
+        """What goes wrong with an op of the source; empty: nothing."""
+        return "" if self.calm else self.weather.choice(troubles)
+
     # --------------------------------------------------------------------------------------------------- performing
 
     def _perform_op(self, effect: Any, *, fails: str = "", spoil: int = 0) -> None:
         if not isinstance(effect, REMOTE_OPS):
             super()._perform_op(effect, fails=fails, spoil=spoil)
             return
-        trouble = "" if self.calm else self.weather.choice(self.TROUBLES)
+        trouble = self._trouble(self.TROUBLES)
         if trouble == "another node" and isinstance(effect, ev.FetchChunks | ev.StoreChunks):
             self._other_node_forgets(effect)
         match effect:
@@ -358,13 +369,19 @@ class RemoteCluster(Cluster):
         forgotten = self._forgotten_before(digest, key, makers, heard=record not in self._of_others)
         assert self._written_at.get(record, 1 << 60) > forgotten, f"what was forgotten comes back: {key!r}"
 
-    def _forgotten_before(self, digest: bytes, key: ChunkKey, makers: Sequence[bytes], *, heard: bool) -> int:
-        """When it was forgotten last: here, and answered so; or by another node, which this one has heard of."""
+    def _forgotten_before(
+        self, digest: bytes, key: ChunkKey, makers: Sequence[bytes], *, heard: bool, is_peers: bool = False
+    ) -> int:
+        """When it was forgotten last: here, and answered so; or by another node, which this one has heard of. A peer
+        has dropped what it holds (`is_peers`) when it forgot, not when this node heard of it."""
         times = [self._forgotten_at.get((digest, key), -1)]
         times += [self._purged_at.get(maker, -1) for maker in makers]
-        if heard:
-            times.append(self._heeded_at.get((digest, key), -1))
-            times += [self._heeded_at.get((maker, WHOLE), -1) for maker in makers]
+        for name in ((digest, key), (digest, WHOLE), *((maker, WHOLE) for maker in makers)) if heard else ():
+            heeded, told = self._heeded_at.get(name, -1), self._others_told_at.get(name, -1)
+            if not is_peers:
+                times.append(heeded)
+            elif heeded > told:
+                times.append(told)
         return max(times)
 
     def _describe(self, effect: ev.StoreChunks, number: int, shard: int, content: int) -> bytes:
@@ -441,18 +458,17 @@ class RemoteCluster(Cluster):
                 asked = self._emitted.get(effect.op, self._orders)
                 assert heeded < asked, f"a record is to outlive a forget: {key!r}"
 
-    def _other_node_forgets(self, effect: ev.FetchChunks | ev.StoreChunks) -> None:
+    def _other_node_forgets(self, effect: ev.LookUpChunks | ev.FetchChunks | ev.StoreChunks) -> None:
         """One of these keys, or all of their namespace, or of their tenant."""
         key = self.weather.choice((*effect.keys, *effect.keys, WHOLE))
         count = self.told.count + 1
+        one, name = (effect.digest, key, b""), (effect.digest, key)
         if key == WHOLE and self.weather.random() < 0.5:
             mark = tenant_mark(self.store.state.namespaces[effect.namespace].tenant)
-            self.told.add((b"", WHOLE, mark), count)
-            self._others_at[mark, WHOLE] = count
-        else:
-            self.told.add((effect.digest, key, b""), count)
-            self._others_at[effect.digest, key] = count
+            one, name = (b"", WHOLE, mark), (mark, WHOLE)
         self._orders += 1
+        self.told.add(one, count)
+        self._others_at[name], self._others_told_at[name] = count, self._orders
         self.told.count, self.told.head = count, f"{self._orders}"
 
     def _lose_unread(self) -> None:
@@ -465,9 +481,14 @@ class RemoteCluster(Cluster):
             self._orders += 1
             self._purge_asked.setdefault((event.ticket.worker, event.ticket.request_id), self._orders)
         super().step(event)
+
+    def _applied(self, event: ev.Event) -> None:
+        super()._applied(event)
         if isinstance(event, ev.ForgottenElsewhere):
-            marks = [maker for _, _, maker in event.forgotten if is_tenant_mark(maker)]
-            self._marks_heard += [(mark, self.store.state.now) for mark in marks]
+            marks = [one for one in event.forgotten if is_tenant_mark(one[2])]
+            self._marks_heard += [
+                (one[2], self.store.state.now, self._is_heard_again(event.source, one)) for one in marks
+            ]
         if self._marks_heard and not (self.store.forgets.going or self.store.recalls.going):
             self._check_marks_heeded()
         if isinstance(event, ev.SessionsShared):
@@ -480,18 +501,34 @@ class RemoteCluster(Cluster):
         if self.store.forgets.makers:
             return
         self._orders += 1
-        for mark, heard_at in self._marks_heard:
+        for mark, heard_at, is_again in self._marks_heard:
             namespaces = self.store.state.namespaces.values()
             self.check_purged({each.id for each in namespaces if tenant_mark(each.tenant) == mark}, heard_at)
-            self._heeded_at[mark, WHOLE] = self._orders
+            self._note_heeded(mark, WHOLE, is_again=is_again)
         self._marks_heard.clear()
+
+    def _is_heard_again(self, source: str, forgotten: Forgotten) -> bool:
+        """Whether this is the forget that the core was told of before."""
+        count = self.journals[source].tombstones.at.get(forgotten, 0)
+        before = self._heeded_count.get((source, forgotten))
+        self._heeded_count[source, forgotten] = count
+        return before == count > 0
+
+    def _note_heeded(self, of: bytes, key: ChunkKey, *, is_again: bool) -> None:
+        """What was made since the core heard of it for the first time may be served, there and here."""
+        if not is_again or (of, key) not in self._heeded_at:
+            self._heeded_at[of, key] = self._orders
 
     def _check_heeded(self, event: ev.ForgottenElsewhere) -> None:
         """Nothing of it is served; what this node asked to be written before may not come back."""
         self._orders += 1
         state = self.store.state
-        for digest, key, _ in event.forgotten:
-            self._heeded_at[digest, key] = self._orders
+        for forgotten in event.forgotten:
+            digest, key, maker = forgotten
+            if maker:
+                continue
+            is_again = self._is_heard_again(event.source, forgotten)
+            self._note_heeded(digest, key, is_again=is_again)
             for namespace in state.namespaces.values():
                 if namespace.salt != digest:
                     continue
@@ -499,7 +536,7 @@ class RemoteCluster(Cluster):
                     row = namespace.index.get(each, NONE)
                     hit = row != NONE and state.is_hit(row)
                     assert not hit, f"what another node has forgotten is served: {each!r}"
-                    self._heeded_at[digest, each] = self._orders
+                    self._note_heeded(digest, each, is_again=is_again)
 
     def _catch_up(self) -> bool:
         """False: the store is not the one that the node knew, and was told."""
@@ -545,7 +582,9 @@ class RemoteCluster(Cluster):
                 start = state.chunks.shard0[row]
                 kept = tuple(state.chunks.shard_checksum[start : start + len(contents)])
                 if kept == contents:
-                    forgotten = self._forgotten_before(namespace.salt, key, came.makers, heard=came.heeds)
+                    forgotten = self._forgotten_before(
+                        namespace.salt, key, came.makers, heard=came.heeds, is_peers=came.is_peers
+                    )
                     assert came.made_at > forgotten, f"what was forgotten on its way is served: {key!r}"
                     for number, content in enumerate(contents):
                         shard = (namespace_id, key, number)
