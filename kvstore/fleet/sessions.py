@@ -72,7 +72,7 @@ class FleetSessions:
         *,
         ttl_s: int,
         connect: Callable[[str], Any],
-        done: Callable[[ev.SessionsShared | ev.SessionsLookedUp], None],
+        done: Callable[[Answer], None],
         refused: Callable[[], str] = str,
     ) -> None:
         """`done` is called on the thread of its own; `refused`: why the registry must not be used, or nothing."""

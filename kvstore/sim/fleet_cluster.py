@@ -134,7 +134,7 @@ class FleetCluster(RemoteCluster):
         self.peer_holds[digest, key] = Held(
             tuple(tag((namespace, key, shard), OTHER_NODE) for shard in range(found.shards)),
             int(tail) if tail else CHUNK_TOKENS,
-            b"derived" in key,
+            key.find(b"derived") >= 0,
             (tenant_mark(found.tenant),),
             self._orders,
         )
@@ -188,6 +188,7 @@ class FleetCluster(RemoteCluster):
         for one in pending:
             self.registry.add(one, count)
             self.known_peers.add(one, count)
+            self._is_heard_again(PEERS, one)
         pending.clear()
         self.registry.count = self.known_peers.count = count
         return ev.ChunksForgotten(effect.op, "")

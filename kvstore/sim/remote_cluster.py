@@ -225,6 +225,7 @@ class RemoteCluster(Cluster):
         for one in forgotten:
             self.journals[name].pending[one] = None
             self.journals[name].note(one)
+            self._is_heard_again(name, one)  # it is this node's own
 
     def _trouble(self, troubles: Sequence[str]) -> str:
         """What goes wrong with an op of the source; empty: nothing."""
@@ -512,11 +513,11 @@ class RemoteCluster(Cluster):
         count = self.journals[source].tombstones.at.get(forgotten, 0)
         before = self._heeded_count.get((source, forgotten))
         self._heeded_count[source, forgotten] = count
-        return before == count > 0
+        return before == count
 
     def _note_heeded(self, of: bytes, key: ChunkKey, *, is_again: bool) -> None:
         """What was made since the core heard of it for the first time may be served, there and here."""
-        if not is_again or (of, key) not in self._heeded_at:
+        if not is_again:
             self._heeded_at[of, key] = self._orders
 
     def _check_heeded(self, event: ev.ForgottenElsewhere) -> None:
@@ -558,6 +559,7 @@ class RemoteCluster(Cluster):
         for one in forgotten:
             self.told.add(one, count)
             self.known.add(one, count)
+            self._is_heard_again("remote", one)
         self._orders += 1
         self.told.count = self.known.count = count
         self.told.head = self.known.head = f"{self._orders}"

@@ -217,10 +217,14 @@ class Durability:
         state = self.state
         if state.dirty_bars:
             return True
-        waiting = (state.dirty_chunks, state.dirty_sessions, state.dirty_heeded)
+        waiting: tuple[Mapping[Any, Millis], ...] = (
+            state.dirty_chunks,
+            state.dirty_sessions,
+            state.dirty_heeded,
+        )
         if not (any(waiting) or self.dirty_namespaces):
             return False
-        oldest = min(map(self._oldest, waiting))
+        oldest = min(self._oldest(each) for each in waiting)
         return bool(
             self.waits
             or self.hurry

@@ -85,8 +85,8 @@ class News(NamedTuple):
     """What nobody here has been told of, and up to where that is all."""
 
     forgotten: tuple[Forgotten, ...]
-    count: int
-    """Of the store."""
+    up_to: int
+    """By the count of the store."""
     reached: Heeded | None
     """In this node's journal."""
 

@@ -41,7 +41,7 @@ class Member:
 
     def _heard(self, news: News, asked_at: float) -> None:
         self.news += news.forgotten
-        self.count = news.count
+        self.count = news.up_to
 
     def forget(self, *keys: bytes, maker: bytes = b"") -> None:
         forgotten = [(SALT, ChunkKey(key), b"") for key in keys] + [(b"", ChunkKey(b""), maker)] * bool(maker)
