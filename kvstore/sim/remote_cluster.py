@@ -82,6 +82,9 @@ class RemoteCluster(Cluster):
         """How far the core was told that each journal goes."""
         self._saved_at: dict[tuple[NamespaceId, ChunkKey], int] = {}
         """When each chunk was committed last."""
+        self._numbers: dict[bytes, set[NamespaceId]] = {}
+        """Of each namespace, by its salt, those that it had before a crash: one that nothing was stored of yet gets
+        another one then, and what was put elsewhere has the content of the first."""
         self.purged_beyond: set[bytes] = set()
         """Marks of the tenants of which the edge has removed what it kept."""
         self._came: dict[OpId, list[Came]] = {}
@@ -149,6 +152,8 @@ class RemoteCluster(Cluster):
 
     def crash(self, chance: random.Random | None = None, *, power: bool = False, **changed: Any) -> None:
         """And what the journals say that the index may still have goes, before anything is served."""
+        for namespace in self.store.state.namespaces.values():
+            self._numbers.setdefault(namespace.salt, set()).add(namespace.id)
         super().crash(chance, power=power, **changed)
         promised = set(self.promised)
         may_go = {chunk for chunk in promised if self._is_to_be_heeded(*chunk)}
@@ -590,7 +595,10 @@ class RemoteCluster(Cluster):
                     assert came.made_at > forgotten, f"what was forgotten on its way is served: {key!r}"
                     for number, content in enumerate(contents):
                         shard = (namespace_id, key, number)
-                        written = (shard, content) in self.ever or content == tag(shard, OTHER_NODE)
+                        numbers = self._numbers.get(namespace.salt, set()) | {namespace_id}
+                        names = [(each, key, number) for each in numbers]
+                        written = any((name, content) in self.ever for name in names)
+                        written = written or content in [tag(name, OTHER_NODE) for name in names]
                         assert written, f"nobody ever wrote this for {shard}"
                         self._note_committed(shard, content)
         super()._perform_all(effects)
