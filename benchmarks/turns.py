@@ -412,7 +412,9 @@ def smollm2_shape() -> LlamaForCausalLM:
 
 def main() -> int:
     options = arguments(__doc__)
-    options.add_argument("--threads", type=int, default=2, help="threads that compute")
+    options.add_argument(
+        "--threads", type=int, default=min(2, len(os.sched_getaffinity(0))), help="threads that compute"
+    )
     options.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="which (all)")
     options.add_argument("--histories", nargs="*", type=int, help="of the part turns, in tokens")
     chosen = options.parse_args()
