@@ -70,8 +70,10 @@ POSITIONS = 1024
 POOL_BYTES = "2M"
 """128 chunks: not enough for all clients at one time."""
 CLIENTS = 4
-ANSWER_S = 60.0
+ANSWER_S = 90.0
 """Deadline of an answer. Alone one takes some 50 ms."""
+START_S = 240.0
+"""Of workers, which import torch first, on a machine that does much else."""
 CLEAR = 1e-3
 """So far apart the two largest logits of each token of an answer are: rounding decides nothing."""
 PLACES = ("load", "save")
@@ -516,7 +518,7 @@ class Life:
         finally:
             clients.stop()
             self.counts.update(clients.counts)
-        until(self.ready, "the workers do not find the daemon again")
+        until(self.ready, "the workers do not find the daemon again", START_S)
         self.judge()
 
     # ---------------------------------------------------------------------------------------------------------- faults
@@ -857,7 +859,7 @@ def main() -> int:
         )
         lives += 1
         try:
-            until(life.ready, "the first workers do not start")
+            until(life.ready, "the first workers do not start", START_S)
             for _ in range(chosen.rounds_per_life):
                 if not more():
                     break
