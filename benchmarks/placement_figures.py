@@ -518,7 +518,9 @@ def traces_and_goals() -> str:
     report = json.loads(kept.read_text())
     rows = [{"commit": report["commit"], **row} for row in report["results"]]
     goals = [{"commit": report["commit"], **goal} for goal in report["goals"]]
-    return "\n\n".join((*real_trace(rows), *drawn_traces(rows), *with_an_ssd(rows), *all_goals(goals)))
+    return "\n\n".join(
+        (*real_trace(rows), *as_capacity(rows), *drawn_traces(rows), *with_an_ssd(rows), *all_goals(goals))
+    )
 
 
 def real_trace(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -555,6 +557,24 @@ mean notice .838 in the paper's setting."""
     if curves:
         title = "Mooncake: blocks served"
         yield draw("mooncake", line_plot(title, "blocks of DRAM", "hit rate", curves, log_x=True))
+
+
+def as_capacity(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    mine = [row for row in rows if row["part"] == "memory"]
+    if not mine:
+        return
+    yield "Told as capacity: how many blocks LRU needs for the hits that are there without a look-ahead."
+    lines = [
+        [
+            f"{row['instead_of']:,}",
+            f"{row['hits']:.4f}",
+            f"{row['dram']:,}",
+            percent(1 - row["instead_of"] / row["dram"]),
+            row["commit"],
+        ]
+        for row in mine
+    ]
+    yield table(["blocks", "hits", "LRU needs", "less memory", "at commit"], lines)
 
 
 def _kind_order(kind: tuple[str, str, Any]) -> tuple[bool, str, float]:
