@@ -56,7 +56,7 @@ from kvstore.gpu_worker.promptcache.plan import Job, Recipe, assemble, document_
 from kvstore.promptcache import ByteTokenizer, Encoding, Layout, Tokenizer, parse_prompt, parse_schema
 from kvstore.types import ActionKind, ChunkKey, HintAction, Outcome
 
-THREADS = 2
+THREADS = min(2, len(os.sched_getaffinity(0)))
 OWN, NEW, BATCH, BATCH_MODULE = 32, 16, 16, 1024
 SIZES = (512, 1024, 2048, 4096, 7936)
 QUICK_SIZES = (512, 1024)
