@@ -62,7 +62,7 @@ TOUCHED_MS, TOLD_LATE_MAX = 50, 0.002
 DRAWN = (("dialogues", 1_000), ("dialogues", 1_500), ("agents", 1_500), ("documents", 2_000), ("scans", 1_000),
          ("recent", 1_000))  # fmt: skip
 """Kinds and chunks of DRAM."""
-PAPER_MODEL, PAPER_SCALE, PAPER_SCALE_QUICK = "llama-13b", 12, 60
+PAPER_MODEL, PAPER_SCALE, PAPER_SCALE_QUICK = "llama-13b", 12, 24
 THINK_S, THINK_OTHERS_S = 40.0, (10.0, 160.0)
 ABOVE_LRU, BELOW_BELADY, IN_DRAM_PAPER = 0.20, 0.02, 0.996
 COST_CHUNKS, COST_ROUNDS, COST_MAX = 100_000, 400, 1.10
@@ -244,12 +244,13 @@ def with_ssd(report: Report, trace: Trace) -> None:
 
 
 def others(report: Report, _: Trace) -> None:
-    for kind, size in DRAWN:
+    wanted = {kind: QUICK_SIZE for kind, _ in DRAWN}.items() if report.chosen.quick else DRAWN
+    for kind, size in wanted:
         if report.chosen.kinds and kind not in report.chosen.kinds:
             continue
         trace = drawn(kind)
         if report.chosen.quick:
-            trace, size = trace.first(QUICK_DRAWN), QUICK_SIZE
+            trace = trace.first(QUICK_DRAWN)
         of = {"part": "drawn", "trace": trace.name, "dram": size, "look_ahead": 0}
         mine = hit_rate(trace, size, whole=True)
         report.row(**of, policy="expected", hits=mine)
