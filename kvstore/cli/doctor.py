@@ -130,18 +130,20 @@ def ask_engine(engine: str, run_dir: str, timeout_s: float, arguments: Sequence[
     process = subprocess.Popen(
         [*command, "--", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+    late = False
     try:
         output, errors = process.communicate(timeout=ENGINE_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.communicate()
-        yield Finding(
-            engine, False, f"its doctor did not end within {ENGINE_S:.0f} s", "is the machine overloaded?"
-        )
-        return
-    for line in output.splitlines():
-        yield Finding(**json.loads(line))
-    if not output:
+        output, errors = process.communicate()
+        late = True
+    for line in output.splitlines(keepends=True):
+        if line.endswith("\n"):  # else it was cut short
+            yield Finding(**json.loads(line))
+    if late:
+        why = f"its doctor did not end within {ENGINE_S:.0f} s"
+        yield Finding(engine, False, why, "is the machine overloaded?")
+    elif not output:
         why = errors.strip().splitlines()[-1:] or [f"its doctor ended with {process.returncode}"]
         needed = {"vllm": "vLLM", "gpu": "the worker"}[engine]
         yield Finding(

@@ -529,7 +529,7 @@ class Daemon:
             discard=self._regions.discard,
             record=self._record,
         )
-        schemas = SchemaFiles(config.ssd_dir)
+        schemas = SchemaFiles(config.ssd_dir, tier.cipher if tier else None)
         schemas.load()
         self._schemas = SchemaService(self._service, schemas)
         self._recorder = Recorder(store.state, self._observe)
