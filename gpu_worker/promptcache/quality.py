@@ -163,6 +163,18 @@ class Verdict:
         return {"recipe": recipe, "forced": self.forced, "rows": list(self.rows)}
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a measurement is: it has read `samples_done` of `samples` with `recipe`, the `number`th of `recipes`. It
+    ends with the first recipe that passes, so the last ones may never come."""
+
+    recipe: str
+    number: int
+    recipes: int
+    samples_done: int
+    samples: int
+
+
 class Fixed:
     """A library of one schema."""
 
@@ -181,12 +193,14 @@ async def compare(
     recipe: Recipe,
     full: dict[Sample, list[torch.Tensor]],
     in_words: Callable[[Callable[[], Planned]], Awaitable[Planned]],
+    begins: Callable[[int], None] = lambda _: None,
 ) -> Comparison:
-    """One recipe over all samples. `full`: what full attention says, filled as it is needed. Modules that are not in
-    the store are encoded first. Raises ValueError for what the engine cannot hold, StepFailed where the model fails or
-    the store does not take the modules."""
+    """One recipe over all samples. `full`: what full attention says, filled as it is needed. `begins` hears the number
+    of each sample before it is read. Modules that are not in the store are encoded first. Raises ValueError for
+    what the engine cannot hold, StepFailed where the model fails or the store does not take the modules."""
     found = Comparison()
-    for sample in samples:
+    for number, sample in enumerate(samples):
+        begins(number)
         prompts = Prompts(service.engine, tokenizer, Fixed(sample.schema))
         planned = await in_words(lambda: prompts.plan(sample.prompt, recipe))  # noqa: B023
         answer = list(tokenizer.encode(" " + sample.answer.strip()))[:ANSWER_TOKENS_MAX]
@@ -239,8 +253,10 @@ async def verify(
     samples: Sequence[Sample] = (),
     kl_max: float = KL_MAX,
     perplexity_max: float = PERPLEXITY_MAX,
+    tell: Callable[[Progress], None] = lambda _: None,
 ) -> Verdict:
-    """Measures recipes, the cheapest first, up to the first that passes. Raises Unavailable without a store."""
+    """Measures recipes, the cheapest first, up to the first that passes; `tell` hears how far it is. Raises
+    Unavailable without a store."""
     if service.engine.namespace is None:
         raise Unavailable(
             "there is no daemon, or nothing of this model may be stored", remedy="see GET /health"
@@ -248,8 +264,17 @@ async def verify(
     samples = samples or [Sample.of(row) for row in SAMPLES]
     full: dict[Sample, list[torch.Tensor]] = {}
     rows: list[dict[str, Any]] = []
-    for recipe in RECIPES:
-        comparison = await compare(service, encoder, tokenizer, samples, recipe, full, in_words)
+    for number, recipe in enumerate(RECIPES, 1):
+        comparison = await compare(
+            service,
+            encoder,
+            tokenizer,
+            samples,
+            recipe,
+            full,
+            in_words,
+            lambda done: tell(Progress(str(recipe), number, len(RECIPES), done, len(samples))),  # noqa: B023
+        )
         row = comparison.row
         passed = bool(comparison.tokens) and (
             row["kl"] <= kl_max and row["perplexity_growth"] <= perplexity_max

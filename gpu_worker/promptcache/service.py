@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from kvstore.gpu_worker.promptcache.ahead import Ahead
 from kvstore.gpu_worker.promptcache.encoder import Encoder
 from kvstore.gpu_worker.promptcache.plan import Recipe
 from kvstore.gpu_worker.promptcache.prompts import DaemonLibrary, Library, Planned, Prompts
-from kvstore.gpu_worker.promptcache.quality import KL_MAX, PERPLEXITY_MAX, Sample, Verdict, verify
+from kvstore.gpu_worker.promptcache.quality import KL_MAX, PERPLEXITY_MAX, Progress, Sample, Verdict, verify
 from kvstore.gpu_worker.serve.service import Job, Service
 from kvstore.keys import ROOT
 from kvstore.promptcache import Method, Tokenizer
@@ -45,6 +46,7 @@ class PromptCache:
         self._file = verdict_file
         self._verdict = self._read()
         self._measured_with = self._weights
+        self._measuring: Progress | None = None
 
     @property
     def verdict(self) -> Verdict | None:
@@ -79,6 +81,7 @@ class PromptCache:
             "encoded": self.encoder.encoded,
             "failed": self.encoder.failed,
             "waiting": self.encoder.left,
+            "measuring": asdict(self._measuring) if self._measuring is not None else None,
         }
 
     def start(self) -> None:
@@ -118,18 +121,25 @@ class PromptCache:
     ) -> Verdict:
         """Measures, and serves by what comes of it from now on. Raises what `quality.verify` raises."""
         weights = self._weights
-        found = await verify(
-            self._service,
-            self.encoder,
-            self._tokenizer,
-            off_the_loop,
-            samples=samples,
-            kl_max=kl_max,
-            perplexity_max=perplexity_max,
-        )
+        try:
+            found = await verify(
+                self._service,
+                self.encoder,
+                self._tokenizer,
+                off_the_loop,
+                samples=samples,
+                kl_max=kl_max,
+                perplexity_max=perplexity_max,
+                tell=self._measures,
+            )
+        finally:
+            self._measuring = None
         self._verdict, self._measured_with = Verdict(found.recipe, found.rows, forced=force), weights
         self._keep()
         return self._verdict
+
+    def _measures(self, progress: Progress) -> None:
+        self._measuring = progress
 
     @property
     def _weights(self) -> str:

@@ -4,12 +4,16 @@ shadow caches run here, in kvctl's own process: the daemon pays for the recordin
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import tempfile
+import secrets
+import signal
+import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvstore.cli.admin import ask_admin
 from kvstore.cli.command import Command, byte_size, number
@@ -29,6 +33,13 @@ FACTORS = (0.5, 1.0, 1.5, 2.0, 4.0)
 POLL_S = 0.2
 SHOW_S = 10.0
 SECONDS = 60
+BLOCK_BYTES = 1 << 16
+"""Read at once: between two blocks it is seen that time is over."""
+TURNS_MIN = 2_000
+"""Sampled turns below which rates are rough: of Mooncake's conversations, samples of 250 turns said .08 to .16 where a
+daemon of that size served .12."""
+TRACE_BYTES_MAX = 256 << 20
+"""Of the recording: a run_dir may be in memory."""
 
 
 def port(text: str) -> int:
@@ -73,28 +84,63 @@ def advise(client: Client, options: argparse.Namespace) -> int:
     stats = client.stats()
     dram, ssd = stats.arena.bytes, stats.ssd.bytes if options.ssd is None else options.ssd
     gauges = _gauges(options.metrics_port) if options.metrics_port else None
-    with tempfile.TemporaryDirectory(prefix="kvctl-advise-") as folder:
-        path = os.path.join(folder, "trace")
-        ask_admin(client, "Record", admin_pb2.RecordRequest(path=path, seconds=options.seconds + 60))
-        note(f"kvctl: looking for {options.seconds} s; an interrupt ends it")
-        shadows = None
+    # In the daemon's own directory: it may run as another user, with a /tmp of its own (deploy/kvstored.service).
+    path = os.path.join(os.path.abspath(options.run_dir), f"advise-{secrets.token_hex(8)}.trace")
+    request = admin_pb2.RecordRequest(path=path, seconds=options.seconds + 60, bytes_max=TRACE_BYTES_MAX)
+    with _interrupt() as ended:
+        ask_admin(client, "Record", request)
         try:
-            shadows = _look(path, options, dram, ssd, gauges)
+            with open(path, "rb") as file:
+                note(f"kvctl: looking for {options.seconds} s; an interrupt ends it")
+                looked = _look(_lines(file, options.seconds, ended), options, dram, ssd, gauges)
         finally:
             reply = ask_admin(client, "Record", admin_pb2.RecordRequest(stop=True))
-    if shadows is None or not shadows.sampled:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+    if looked.shadows is None or not looked.shadows.sampled:
         raise Unavailable(
             f"{reply.lookups} lookups in {options.seconds} s: too few to say anything",
             field="--seconds",
             value=options.seconds,
             remedy="look longer, or with a larger --share",
         )
-    _tell(shadows, options, dram, reply.dropped)
+    _tell(looked, options, dram, reply.dropped)
     return 0
 
 
-def _look(path: str, options: argparse.Namespace, dram: int, ssd: int, gauges: Any) -> Shadows | None:
-    """Feed what the daemon writes, as it comes, for the time that was asked for."""
+@contextlib.contextmanager
+def _interrupt() -> Iterator[threading.Event]:
+    """Set by the first interrupt, which ends the look and not kvctl; the second one does."""
+    ended = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # which alone hears of signals
+        yield ended
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def note_it(*_: object) -> None:
+        ended.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, note_it)
+    try:
+        yield ended
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@dataclass(slots=True)
+class Looked:
+    """What was seen of the live load."""
+
+    shadows: Shadows | None = None
+    elsewhere: int = 0
+    """Lookups in other namespaces."""
+
+
+def _look(
+    lines: Iterator[dict[str, Any]], options: argparse.Namespace, dram: int, ssd: int, gauges: Any
+) -> Looked:
+    """Feed what the daemon writes, as it comes."""
     from kvstore.replay.readers import Recorded
     from kvstore.replay.shadow import Shadows, Size
 
@@ -105,18 +151,19 @@ def _look(path: str, options: argparse.Namespace, dram: int, ssd: int, gauges: A
     ]
     if dram not in {each.dram_bytes for each in sizes}:
         sizes.insert(0, Size(dram, ssd, options.policy[0]))
+    looked = Looked()
     shadows: Shadows | None = None
-    readers: dict[int, Recorded] = {}
+    reader = Recorded()
     shown_at = time.monotonic()
-    for line in _lines(path, time.monotonic() + options.seconds):
+    for line in lines:
         if "n" not in line:
             continue
-        reader = readers.setdefault(line["n"], Recorded())
+        if line["n"] != 0:  # shadows have one chunk size: that of the namespace that was seen first
+            looked.elsewhere += "ask" in line
+            continue
         turn = reader.take(line)
-        if line["n"] != 0:
-            continue  # shadows have one chunk size: that of the namespace that was seen first
         if shadows is None:
-            shadows = Shadows(
+            shadows = looked.shadows = Shadows(
                 sizes, chunk_tokens=reader.chunk_tokens, chunk_bytes=reader.chunk_bytes, share=options.share
             )
         if turn is not None:
@@ -125,29 +172,27 @@ def _look(path: str, options: argparse.Namespace, dram: int, ssd: int, gauges: A
             shown_at = time.monotonic()
             _show(gauges, shadows)
     if shadows is not None:
-        for turn in readers[0].rest():
+        for turn in reader.rest():
             shadows.feed(turn)
         if gauges is not None:
             _show(gauges, shadows)
-    return shadows
+    return looked
 
 
-def _lines(path: str, until: float) -> Iterator[dict[str, Any]]:
-    """Whole lines of a file that grows, until then, or an interrupt."""
+def _lines(file: BinaryIO, seconds: float, ended: threading.Event) -> Iterator[dict[str, Any]]:
+    """Whole lines of a file that grows: for so long, or until it is `ended`, all that is there then."""
     rest = b""
-    with open(path, "rb") as file:
-        try:
-            while True:
-                data = file.read(1 << 20)
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    yield json.loads(line)
-                if not data:
-                    if time.monotonic() >= until:
-                        return
-                    time.sleep(POLL_S)
-        except KeyboardInterrupt:
-            return
+    until = time.monotonic() + seconds
+    end: int | None = None
+    while end is None or file.tell() < end:
+        if end is None and (ended.is_set() or time.monotonic() >= until):
+            end = os.fstat(file.fileno()).st_size
+        data = file.read(BLOCK_BYTES)
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield json.loads(line)
+        if not data:
+            ended.wait(POLL_S)
 
 
 def _gauges(port: int) -> Any:
@@ -185,7 +230,9 @@ def _show(gauge: Any, shadows: Shadows) -> None:
         gauge.labels(str(wanted.dram_bytes), str(wanted.ssd_bytes), wanted.policy).set(result.hit_rate)
 
 
-def _tell(shadows: Shadows, options: argparse.Namespace, dram: int, dropped: int) -> None:
+def _tell(looked: Looked, options: argparse.Namespace, dram: int, dropped: int) -> None:
+    shadows = looked.shadows
+    assert shadows is not None
     now = next(result for wanted, result in shadows.results if wanted.dram_bytes == dram)
     rows: list[dict[str, Any]] = [
         {
@@ -199,12 +246,23 @@ def _tell(shadows: Shadows, options: argparse.Namespace, dram: int, dropped: int
         for wanted, result in shadows.results
     ]
     if options.json:
-        say_json({"share": shadows.share, "turns": shadows.sampled, "dropped": dropped, "rows": rows})
+        say_json(
+            {
+                "share": shadows.share,
+                "turns": shadows.sampled,
+                "dropped": dropped,
+                "lookups_elsewhere": looked.elsewhere,
+                "rows": rows,
+            }
+        )
         return
     say(
         f"{shadows.sampled:,} turns of a sample of {share(shadows.share)} of the sessions"
         + (f"; {dropped:,} lookups were not seen" if dropped else "")
+        + (f"; {looked.elsewhere:,} lookups in other namespaces are left out" if looked.elsewhere else "")
     )
+    if shadows.sampled < TURNS_MIN:
+        say(f"fewer than {TURNS_MIN:,} turns: the rates are rough; look longer, or with a larger --share")
     say(
         table(
             ["policy", "DRAM", "SSD", "hits", "in DRAM", ""],

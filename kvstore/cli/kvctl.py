@@ -130,7 +130,7 @@ def _command(arguments: Sequence[str] | None) -> int:
     except SystemExit as end:  # --help and --version have been written, an error has been told
         return end.code if isinstance(end.code, int) else 2
     command: Command = options.chosen
-    run_dir = options.run_dir or os.environ.get(RUN_DIR_VARIABLE) or StoreConfig().run_dir
+    run_dir = options.run_dir = options.run_dir or os.environ.get(RUN_DIR_VARIABLE) or StoreConfig().run_dir
     if command.run_alone is not None:
         return command.run_alone(run_dir, options)
     assert command.run is not None

@@ -7,7 +7,9 @@ import http.client
 import json
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +19,7 @@ from kvstore.cli.output import note, say, say_json, write
 from kvstore.cli.tables import peer_text, plain, size, table, word
 from kvstore.client import Client, Namespace, connect
 from kvstore.client.schemas import get_schema, list_schemas, put_schema, remove_schema
-from kvstore.errors import BadRequest, NotFound, Unavailable
+from kvstore.errors import BadRequest, NotFound, StoreError, Unavailable
 from kvstore.promptcache import Encoding, Layout, Method, Schema, load_tokenizer, parse_prompt, parse_schema
 from kvstore.promptcache.encoding import CHUNK_TOKENS, Entry
 from kvstore.promptcache.layout import Source
@@ -245,6 +247,8 @@ def _hits(namespace: Namespace | None, entries: list[Entry]) -> dict[bytes, str]
 
 VERIFY_S = 3600.0
 """Reading some hundred answers takes a model on a CPU that long."""
+ASK_S, TELL_S = 10.0, 2.0
+"""How long a worker may take to say how far it is; how often it is asked."""
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -265,9 +269,9 @@ def _verify(options: argparse.Namespace) -> int:
                 remedy='write a line for each: {"documents": ["..."], "question": "...", "answer": "..."}',
             ) from None
     note(f"{options.worker} computes every sample with several recipes: on a CPU that takes minutes")
-    found = _post(
-        options.worker, "/promptcache/verify", body, options.key or os.environ.get("KVSTORE_API_KEY", "")
-    )
+    key = options.key or os.environ.get("KVSTORE_API_KEY", "")
+    with _telling(options.worker, key):
+        found = _ask(options.worker, "/promptcache/verify", key, body)
     recipe = found["recipe"]
     if options.json:
         say_json(found)
@@ -309,13 +313,42 @@ def _verify(options: argparse.Namespace) -> int:
     return 0 if recipe or found["forced"] else 1
 
 
-def _post(url: str, path: str, body: dict[str, Any], key: str) -> dict[str, Any]:
-    """What a worker answers. Raises BadRequest and Unavailable."""
+@contextmanager
+def _telling(url: str, key: str) -> Iterator[None]:
+    """Beside it, each sample that the worker has come to is told."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        told = None
+        while not ended.wait(TELL_S):
+            try:
+                at = _ask(url, "/promptcache", key, timeout_s=ASK_S).get("measuring")
+            except StoreError:
+                continue  # it computes, or is away: the request itself will say so
+            if at and at != told and not ended.is_set():
+                told = at
+                note(
+                    f"{at['recipe']} (recipe {at['number']} of at most {at['recipes']}): "
+                    f"sample {at['samples_done'] + 1} of {at['samples']}"
+                )
+
+    thread = threading.Thread(target=tell, name="kv-verify", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _ask(
+    url: str, path: str, key: str, body: dict[str, Any] | None = None, *, timeout_s: float = VERIFY_S
+) -> dict[str, Any]:
+    """What a worker answers to a POST of `body`, or to a GET. Raises BadRequest and Unavailable."""
     parts = urlsplit(url)
     try:
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError("no http:// address")
-        connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=VERIFY_S)
+        connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout_s)
     except ValueError as problem:
         raise BadRequest(
             f"is no address of a worker: {problem}",
@@ -325,7 +358,10 @@ def _post(url: str, path: str, body: dict[str, Any], key: str) -> dict[str, Any]
         ) from None
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     try:
-        connection.request("POST", path, json.dumps(body), headers)
+        if body is None:
+            connection.request("GET", path, headers=headers)
+        else:
+            connection.request("POST", path, json.dumps(body), headers)
         response = connection.getresponse()
         answer = json.loads(response.read())
     except (OSError, http.client.HTTPException, ValueError) as problem:

@@ -108,7 +108,10 @@ class Recorder:
             file = await aiofiles.open(path, "xb", opener=_private)
         except OSError as problem:
             raise Unavailable(
-                f"cannot be made: {problem.strerror}", field="path", value=path, remedy="name a new file"
+                f"cannot be made: {problem.strerror}",
+                field="path",
+                value=path,
+                remedy="name a new file where the daemon may write, as in its run_dir",
             ) from None
         self.last = Recording(path)
         self._buffer.clear()
@@ -190,6 +193,7 @@ class Recorder:
                 self._keys -= sum(len(one.keys) for one in noted)
                 if noted:
                     recording.bytes += await file.write(await asyncio.to_thread(writer.lines, noted))
+                    await file.flush()  # `kvctl advise` reads along
                     recording.lookups += sum(one.parent is None for one in noted)
                     recording.saves += sum(one.parent is not None for one in noted)
                 if recording.bytes >= bytes_max:
@@ -265,5 +269,7 @@ class _File(Protocol):
     """What aiofiles opens."""
 
     async def write(self, data: bytes) -> int: ...
+
+    async def flush(self) -> None: ...
 
     async def close(self) -> None: ...

@@ -18,7 +18,8 @@ Slab file `slab-%08d.kvs`: one page of header, then `slots` slots of `slot_bytes
      48   -  zeros                    48  16  maker
                                       64  32  namespace: digest of tenant, spec and epoch
                                       96  64  key, then zeros
-                                     160  88  zeros
+                                     160  32  sealing of an encrypted payload, or zeros (`encryption.py`)
+                                     192  56  zeros
                                      248   8  seal
                                      256   -  zeros up to header bytes; payload; zeros up to a multiple of 4096
 
@@ -29,6 +30,7 @@ Index tables (LMDB, `<ssd_dir>/index`):
 
     meta         name                            -> u64: "format", "direct", "slab_bytes", "boot_count",
                                                     "next_slab", "probe"
+                 "key"                           -> id of the key that encrypts, 4 bytes, if any ever did; seal
                  "makers:", 16 bytes             -> 16 bytes each of the makers that these 16 bytes stand for in
                                                     chunks that several ranks committed; seal
                  "barred:", 16 bytes, 16 bytes   -> u8: 1 if all that it made is to go, 0 if it only makes no more;
@@ -80,13 +82,17 @@ MAKERS_PREFIX = b"makers:"
 BARRED_PREFIX = b"barred:"
 HEEDED_PREFIX = b"heeded:"
 JOURNAL_BYTES = 16
+KEY_ID = b"key"
 SESSION_PAGE_ENTRIES = 250
 """With keys of 32 bytes a page of a session fills two pages of LMDB."""
 
 _U64 = struct.Struct("<Q")
 _SLAB_HEADER = struct.Struct("<8sIIIIQQ")
 _SLAB_MAGIC = b"KVSSLAB\0"
-_RECORD_HEADER = struct.Struct("<8sIIQQQII16s32s64s88x")
+_RECORD_HEADER = struct.Struct("<8sIIQQQII16s32s64s")
+RECORD_ABOUT_BYTES = _RECORD_HEADER.size
+"""What a record header says of its payload: all that is before the sealing."""
+_SEALING = struct.Struct("<32s56x")
 _RECORD_MAGIC = b"KVSRECRD"
 _SLAB_VALUE = struct.Struct("<QQ")
 _CHUNK_HEAD = struct.Struct("<II16s")
@@ -185,24 +191,29 @@ class RecordHeader:
     record: Record
     generation: int
     header_bytes: int
+    sealing: bytes = b""
+    """Of a payload that is encrypted."""
 
 
-def encode_record_header(record: Record, generation: int, *, direct: bool) -> bytes:
+def encode_record_header(record: Record, generation: int, *, direct: bool, sealing: bytes = b"") -> bytes:
     """RECORD_HEADER_BYTES bytes, also with direct I/O, where zeros follow up to a page."""
-    return _seal(
-        _RECORD_HEADER.pack(
-            _RECORD_MAGIC,
-            FORMAT_VERSION,
-            record_header_bytes(direct=direct),
-            generation,
-            record.length,
-            record.checksum,
-            record.shard,
-            len(record.key),
-            record.maker,
-            record.namespace,
-            record.key,
-        )
+    return _seal(record_about(record, generation, direct=direct) + _SEALING.pack(sealing))
+
+
+def record_about(record: Record, generation: int, *, direct: bool) -> bytes:
+    """RECORD_ABOUT_BYTES bytes."""
+    return _RECORD_HEADER.pack(
+        _RECORD_MAGIC,
+        FORMAT_VERSION,
+        record_header_bytes(direct=direct),
+        generation,
+        record.length,
+        record.checksum,
+        record.shard,
+        len(record.key),
+        record.maker,
+        record.namespace,
+        record.key,
     )
 
 
@@ -224,7 +235,8 @@ def decode_record_header(data: bytes | bytearray | memoryview) -> RecordHeader |
     record = Record(
         namespace, ChunkKey(key[:key_bytes]), shard, length, checksum, maker.replace(NO_MAKER, b"")
     )
-    return RecordHeader(record, generation, size)
+    (sealing,) = _SEALING.unpack_from(data, _RECORD_HEADER.size)
+    return RecordHeader(record, generation, size, sealing if any(sealing) else b"")
 
 
 def difference(found: RecordHeader, wanted: Record, generation: int, *, direct: bool) -> str:
@@ -286,6 +298,14 @@ def encode_meta(value: int) -> bytes:
 
 def decode_meta(value: bytes) -> int | Defect:
     return int(_U64.unpack(value)[0]) if len(value) == _U64.size else Defect.SHORT
+
+
+def encode_key_id(key_id: bytes) -> bytes:
+    return _seal(key_id)
+
+
+def decode_key_id(value: bytes) -> bytes | Defect:
+    return _unseal(value)
 
 
 def makers_key(digest: bytes) -> bytes:

@@ -34,6 +34,7 @@ from kvstore.errors import ConfigError, Exhausted, StoreError, Unavailable
 from kvstore.layout import NamespaceSpec
 from kvstore.tiers import format
 from kvstore.tiers.disk_port import Disk, describe, disk_result
+from kvstore.tiers.encryption import FIELD, DiskCipher
 from kvstore.tiers.format import FORMAT_VERSION, Defect
 from kvstore.types import KEY_BYTES_MAX, ChunkKey, DiskResult, SlabId
 
@@ -141,7 +142,16 @@ class _Full(Exception):
 class Index:
     """After a failed transaction nothing of it is in the index, and the next one is tried on a fresh environment."""
 
-    def __init__(self, path: str, *, bytes_max: int, direct: bool, slab_bytes: int, disk: Disk) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        bytes_max: int,
+        direct: bool,
+        slab_bytes: int,
+        disk: Disk,
+        cipher: DiskCipher | None = None,
+    ) -> None:
         """Opens or creates; the boot count is one higher afterwards. `bytes_max` is a hard cap of the data file, unless
         that is larger already: what LMDB once had it keeps.
 
@@ -150,6 +160,7 @@ class Index:
         self._path = path
         self.bytes_max = bytes_max
         self._disk = disk
+        self._cipher = cipher
         self._open: _Open | None = None
         self.boot_count = 0
         self.next_slab = 0
@@ -406,6 +417,7 @@ class Index:
                 for name, value in layout.items() if version else ():
                     if (former := _get_meta(to, txn, name)) != value:
                         raise self._other_layout(name, former, value)
+                self._check_key(to, txn)
                 self.boot_count = _get_count(to, txn, "boot_count") + 1
                 self.next_slab = _get_count(to, txn, "next_slab")
                 _put_meta(to, txn, "format", FORMAT_VERSION)
@@ -418,6 +430,32 @@ class Index:
             env.close()
             raise
         return to
+
+    def _check_key(self, to: _Open, txn: Transaction) -> None:
+        """Whoever comes with another key than that of what is here has made a mistake: nothing is written then, and
+        nothing given up. A rotation leaves the former key second."""
+        directory = os.path.dirname(self._path)
+        value = txn.get(format.KEY_ID, to.meta)
+        former = b"" if value is None else format.decode_key_id(value)
+        if isinstance(former, Defect):  # each record says its key, too
+            log.warning("meta.key of %s %s: written anew", self._path, former.value)
+            former = b""
+        if former and (self._cipher is None or former not in self._cipher):
+            raise ConfigError(
+                f"has not the key {former.hex()}, with which {directory} is encrypted",
+                field=FIELD,
+                remedy="name the file that has it, as the first key or behind a newer one; or another ssd_dir",
+            )
+        if self._cipher is None:
+            return
+        if not former and txn.raw.stat(to.chunks)["entries"]:
+            log.warning(
+                "what %s held before it was encrypted stays as it is until it is evicted; name a new ssd_dir to have "
+                "nothing of it, and remove this one",
+                directory,
+            )
+        if former != self._cipher.newest:
+            txn.put(format.KEY_ID, format.encode_key_id(self._cipher.newest), to.meta)
 
     def _other_layout(self, name: str, former: int, value: int) -> ConfigError:
         field = {"direct": "ssd_direct_io", "slab_bytes": "ssd_slab_bytes"}[name]

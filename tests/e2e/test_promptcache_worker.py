@@ -19,7 +19,7 @@ from kvstore.client.schemas import put_schema
 from kvstore.promptcache.tokenizer import CHATML
 
 from ..small_models import tiny_llama
-from .ssd_tools import SMALL_SSD
+from .ssd_tools import SMALL_SSD, settled_ssd
 from .test_worker import BOUND_S, WorkerProcess, eventually
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "promptcache"
@@ -66,13 +66,33 @@ def put_examples(daemon: Any) -> None:
             put_schema(client, (EXAMPLES / f"{name}.xml").read_bytes())
 
 
-def ask(worker: WorkerProcess, name: str) -> dict[str, Any]:
+def ask(worker: WorkerProcess, name: str, **headers: str) -> dict[str, Any]:
     pml = (EXAMPLES / f"{name}_prompt.xml").read_text()
-    status, answer = worker.post(
-        "/v1/chat/completions", {"pml": pml, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
-    )
+    body = {"pml": pml, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    status, answer = worker.post("/v1/chat/completions", body, **headers)
     assert status == 200, answer
     return answer
+
+
+def tokens(answer: dict[str, Any]) -> list[int]:
+    found: list[int] = answer["choices"][0]["token_ids"]
+    return found
+
+
+def chunks_stored(daemon: Any) -> int:
+    with client_of(daemon) as client:
+        return sum(space.chunks for space in client.stats().namespaces)
+
+
+@pytest.fixture
+def two_tenants(start_worker: Callable[..., WorkerProcess], tmp_path: Path) -> WorkerProcess:
+    """A worker of Alice and Bob, with their keys."""
+    keys = tmp_path / "keys"
+    keys.write_text("alice one\nbob two\nadmin three\n")
+    return start_worker(f"--api-keys={keys}")
+
+
+ALICE, BOB, ADMIN = ({"Authorization": f"Bearer {key}"} for key in ("one", "two", "three"))
 
 
 def ask_in_vain(worker: WorkerProcess, name: str) -> None:
@@ -86,17 +106,18 @@ def cached(answer: dict[str, Any]) -> tuple[int, int]:
     return found, answer["kvstore"]["promptcache"]["stored_tokens"]
 
 
-def encoded(worker: WorkerProcess) -> None:
+def encoded(worker: WorkerProcess, **headers: str) -> None:
     def done() -> bool:
         connection = worker.connection()
         try:
-            connection.request("GET", "/promptcache")
+            connection.request("GET", "/promptcache", headers=headers)
             return b'"waiting":0' in connection.getresponse().read()
         finally:
             connection.close()
 
     eventually(done)
-    worker.flush()
+    status, reply = worker.post("/flush", {"timeout_s": BOUND_S}, **headers)
+    assert status == 200 and reply["flushed"], reply
 
 
 def test_the_examples_are_hits_the_second_time_and_after_a_restart(
@@ -164,3 +185,84 @@ def test_a_killed_encoding_leaves_nothing_visible(
     encoded(again)
     second = ask(again, "code")
     assert cached(second) == (stored, stored)
+
+
+def test_what_dies_while_it_encodes_leaves_whole_modules_and_no_others(
+    start_daemon: Callable[..., Any], start_worker: Callable[..., WorkerProcess], run_dir: Path
+) -> None:
+    """Worker and daemon are killed at once. What was durable before is a hit; what was being encoded is a miss."""
+    settings = {**SMALL_SSD, "ssd_dir": run_dir.parent / "ssd"}
+    daemon = start_daemon(**settings)
+    put_examples(daemon)
+    worker = start_worker()
+    ask(worker, "code")
+    encoded(worker)
+    expected = ask(worker, "code")
+    with client_of(daemon) as client:
+        settled_ssd(client)
+    worker.close()
+
+    worker = start_worker(
+        "--stop-at", "encode:2"
+    )  # the second chunk of the first module: the beginning is saved
+    asking = threading.Thread(target=ask_in_vain, args=(worker, "rag"), daemon=True)
+    asking.start()
+    worker.wait_until_stopped()
+    daemon.kill()
+    worker.kill()
+
+    start_daemon(**settings)
+    again = start_worker()
+    found = ask(again, "code")
+    assert cached(found) == cached(expected)
+    assert tokens(found) == tokens(expected)
+    found, stored = cached(ask(again, "rag"))
+    assert found < stored
+    encoded(again)
+    assert cached(ask(again, "rag")) == (stored, stored)
+
+
+def test_two_tenants_with_the_same_schema_share_nothing(daemon: Any, two_tenants: WorkerProcess) -> None:
+    put_examples(daemon)
+    worker = two_tenants
+    ask(worker, "rag", **ALICE)
+    encoded(worker, **ADMIN)
+    hers = ask(worker, "rag", **ALICE)
+    assert cached(hers)[0] == cached(hers)[1] > 50
+    alone = chunks_stored(daemon)
+    assert cached(ask(worker, "rag", **BOB))[0] == 0
+    encoded(worker, **ADMIN)
+    his = ask(worker, "rag", **BOB)
+    assert cached(his) == cached(hers)
+    assert tokens(his) == tokens(hers)
+    assert chunks_stored(daemon) == 2 * alone
+
+
+def test_an_edited_schema_never_serves_a_module_of_before(daemon: Any, two_tenants: WorkerProcess) -> None:
+    """Alice has modules of the version before, Bob has none: what they get is the same. Both texts of the edited module
+    have the same length, so that only their keys tell them apart."""
+    worker = two_tenants
+    before = (EXAMPLES / "rag.xml").read_text()
+    edited = before.replace("after four years", "after nine weeks")
+    assert edited != before and len(edited) == len(before)
+
+    def current(text: str) -> None:
+        with client_of(daemon) as client:
+            put_schema(client, text.encode())
+
+    current(before)
+    ask(worker, "rag", **ALICE)
+    encoded(worker, **ADMIN)
+    first = ask(worker, "rag", **ALICE)
+    current(edited)
+    found, stored = cached(ask(worker, "rag", **ALICE))
+    assert 0 < found < stored == cached(first)[1], "only what was not edited is there"
+    encoded(worker, **ADMIN)
+    second = ask(worker, "rag", **ALICE)
+    ask(worker, "rag", **BOB)
+    encoded(worker, **ADMIN)
+    expected = ask(worker, "rag", **BOB)
+    assert cached(second) == cached(expected) == (stored, stored)
+    assert tokens(second) == tokens(expected) != tokens(first)
+    current(before)
+    assert tokens(ask(worker, "rag", **ALICE)) == tokens(first)

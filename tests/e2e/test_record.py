@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import random
+import signal
 import stat
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +178,117 @@ def test_advise_says_what_more_memory_would_bring(
     assert large["hit_rate"] > 0.4
     assert large["gain"] == large["hit_rate"]
     assert not kvctl_(run_dir, "record", "--status")["running"]
+
+
+CHUNK_BYTES = 4096
+ADVISED = NamespaceSpec("advised-model", b"digest", "k:[T]:int8", 4, (GroupSpec("kv", CHUNK_BYTES),))
+SIZES = (256, 1_024)
+"""Chunks of two daemons."""
+CHATS = 120
+FREE = 0.02
+"""A daemon keeps 1/64 of its slots free for what comes next, a shadow none."""
+
+
+def requests(count: int) -> list[range]:
+    """Of chats, some of which come back often, most seldom; each time they are longer."""
+    dice = random.Random(1)
+    lengths = [6] * CHATS
+    found = []
+    for chat in dice.choices(range(CHATS), [(1 + n) ** -0.5 for n in range(CHATS)], k=count):
+        lengths[chat] += 1
+        found.append((chat, lengths[chat]))
+    return [range(1_000 * chat, 1_000 * chat + 4 * length) for chat, length in found]
+
+
+def hits_of(client: Any, prompts: list[range]) -> float:
+    """Of the chunks that were asked for."""
+    store = client.open(ADVISED)
+    hits = asked = 0
+    for tokens in prompts:
+        keys = store.keys(tokens)
+        with store.read(keys) as lease:
+            found = lease.hits
+        if found < len(keys):
+            with store.write(keys[found:], parent=keys[found - 1] if found else b"") as batch:
+                batch.copy_many([(i, None, bytes(CHUNK_BYTES)) for i in batch.granted])
+                batch.commit()
+        hits, asked = hits + found, asked + len(keys)
+    return hits / asked
+
+
+def recording(client: Any) -> Any:
+    return client.unary(admin_pb2_grpc.AdminStub, "Record", admin_pb2.RecordRequest())
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + BOUND_S
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def serving(start_daemon: Callable[..., Any], run_dir: Path, chunks: int) -> Iterator[Any]:
+    """A client of a daemon with so many chunks of DRAM."""
+    size = chunks * CHUNK_BYTES
+    daemon = start_daemon(dram_bytes=size, segment_bytes=size, eviction="lru")
+    with connect(str(run_dir)) as client:
+        until(lambda: client.stats().arena.ready_bytes == size)
+        yield client
+    assert daemon.stop() == 0
+
+
+def test_what_advise_says_of_a_size_is_what_a_daemon_of_it_serves(
+    start_daemon: Callable[..., Any], run_dir: Path
+) -> None:
+    """Also when an interrupt ends it; and it leaves nothing in the daemon's directory."""
+    prompts = requests(250)
+    small, large = SIZES
+    arguments = ["--json", "advise", "--seconds", "600", "--share", "1.0", "--policy", "lru"]
+    arguments += ["--dram", *(str(size * CHUNK_BYTES) for size in SIZES)]
+    with serving(start_daemon, run_dir, large) as client:
+        served = {large: hits_of(client, prompts)}
+    with serving(start_daemon, run_dir, small) as client:
+        before = sorted(os.listdir(run_dir))
+        advising = subprocess.Popen(
+            [sys.executable, "-P", "-m", "kvstore.cli.kvctl", f"--run-dir={run_dir}", *arguments],
+            stdout=subprocess.PIPE,
+        )
+        try:
+            until(lambda: recording(client).running)
+            served[small] = hits_of(client, prompts)
+            until(lambda: recording(client).lookups == len(prompts))
+            advising.send_signal(signal.SIGINT)
+            found = json.loads(advising.communicate(timeout=BOUND_S)[0])
+        finally:
+            advising.kill()
+            advising.wait()
+        assert advising.returncode == 0
+        assert sorted(os.listdir(run_dir)) == before
+    assert found["turns"] == len(prompts)
+    said = {row["dram_bytes"] // CHUNK_BYTES: row["hit_rate"] for row in found["rows"]}
+    assert served[large] > served[small] + 0.1, served
+    assert said == pytest.approx(served, abs=FREE)
+
+
+def test_advise_says_how_much_it_left_out(daemon: Any, run_dir: Path) -> None:
+    """Of two models, it looks at the one whose request came first."""
+    ended = threading.Event()
+
+    def ask_both() -> None:
+        other = NamespaceSpec("other-model", b"digest", "k:[T]:int8", 4, (GroupSpec("kv", CHUNK_BYTES),))
+        with connect(str(run_dir)) as client:
+            stores = client.open(ADVISED), client.open(other)
+            while not ended.is_set():
+                for store in stores:
+                    turn(store, range(16))
+
+    asking = threading.Thread(target=ask_both)
+    asking.start()
+    try:
+        found = kvctl_(run_dir, "advise", "--seconds", "2", "--share", "1.0")
+    finally:
+        ended.set()
+        asking.join()
+    assert found["turns"] > 0
+    assert found["lookups_elsewhere"] > 0

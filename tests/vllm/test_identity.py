@@ -325,12 +325,16 @@ def daemon(folder: Path) -> Iterator[Daemon]:
     daemon.stop()
 
 
-def doctor(daemon: Daemon, model: Path, **transfer: Any) -> list[dict[str, Any]]:
+def doctor(daemon: Daemon, model: Path, *more: str, **transfer: Any) -> list[dict[str, Any]]:
     arguments = [str(model), "--skip-tokenizer-init", "--dtype=float32", f"--block-size={BLOCK}"]
     if transfer:
         arguments.append(
             f"--kv-transfer-config={json.dumps({**transfer_config(daemon.run_dir), **transfer})}"
         )
+    return doctor_on(daemon, *arguments, *more)
+
+
+def doctor_on(daemon: Daemon, *arguments: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-P", "-m", "kvstore.cli.kvctl", "--json", f"--run-dir={daemon.run_dir}"]
     done = subprocess.run(
         [*command, "doctor", "vllm", "--", *arguments],
@@ -354,6 +358,30 @@ def test_the_doctor_says_what_to_change(daemon: Daemon, model: Path) -> None:
     assert (without["check"], without["ok"]) == ("connector", False) and "KVStoreConnector" in without[
         "remedy"
     ]
+
+
+def test_the_doctor_reads_arguments_as_vllm_does(daemon: Daemon, model: Path, tmp_path: Path) -> None:
+    misspelt = doctor(daemon, model, "--blok-size=16", kv_role="kv_both")[-1]
+    assert (misspelt["check"], misspelt["ok"]) == ("arguments", False)
+    assert "--blok-size" in misspelt["detail"] and "--block-size for --blok-size" in misspelt["remedy"]
+    unread = doctor(daemon, model, "--port=many", kv_role="kv_both")[-1]
+    assert (unread["check"], unread["ok"]) == ("arguments", False)
+    assert "--port" in unread["detail"] and "many" in unread["detail"]
+    written = tmp_path / "serve.yaml"
+    written.write_text(
+        json.dumps(
+            {
+                "model": str(model),
+                "skip-tokenizer-init": True,
+                "dtype": "float32",
+                "kv-transfer-config": {**transfer_config(daemon.run_dir), "kv_role": "kv_both"},
+            }
+        )
+    )
+    well = doctor_on(
+        daemon, "vllm", "serve", "--config", str(written), "--block_size", str(BLOCK), "--port=8001"
+    )
+    assert all(finding["ok"] for finding in well) and well[-1]["check"] == "round trip", well
 
 
 def test_the_doctor_knows_the_tier(daemon: Daemon, model: Path) -> None:

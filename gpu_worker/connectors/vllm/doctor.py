@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib.metadata
+import io
 import json
 import os
 import secrets
@@ -19,7 +21,9 @@ from typing import Any
 import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
@@ -118,18 +122,25 @@ class Patient:
         return f"{build_of_vllm()}{warning}, torch {torch.__version__}"
 
     def check_arguments(self) -> str:
-        arguments = self.arguments
-        if arguments and not arguments[0].startswith("-"):
-            arguments = ["--model", *arguments]
-        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        given = self.arguments[1:] if self.arguments[:1] == ["vllm"] else self.arguments
+        given = given[1:] if given[:1] == ["serve"] else given
+        parser = FlexibleArgumentParser(prog="vllm")
+        served = ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+        said = io.StringIO()
         try:
-            known, others = parser.parse_known_args(arguments)
-            self.config = EngineArgs.from_cli_args(known).create_engine_config()
+            # The whole command line of vLLM, since only that one reads `--block_size`, `--config FILE` and
+            # `--kv-transfer-config.kv_role`, and refuses what it does not know
+            with contextlib.redirect_stderr(said):
+                options = parser.parse_args(["serve", *given])
+            options.model = options.model_tag or options.model
+            engine = AsyncEngineArgs.from_cli_args(options)
+            self.config = engine.create_engine_config(UsageContext.OPENAI_API_SERVER)
         except (Exception, SystemExit) as error:
-            raise Failed(
-                f"vLLM does not take them: {error}", "give the arguments of `vllm serve` after --"
-            ) from error
-        return f"model {self.config.model_config.model}" + (f", not looked at: {others}" if others else "")
+            reason = (
+                said.getvalue().partition("error: ")[2].strip() if isinstance(error, SystemExit) else error
+            )
+            raise Failed(f"vLLM does not take them: {reason}", _meant(given, served)) from error
+        return f"model {self.config.model_config.model}"
 
     def check_connector(self) -> str:
         transfer = self.config.kv_transfer_config
@@ -375,6 +386,15 @@ def _wait(what: Callable[[], bool], timeout_s: float) -> None:
         if time.monotonic() > until:
             raise Failed("the daemon did not answer in time", "see kvctl doctor, and the daemon's log")
         time.sleep(0.005)
+
+
+def _meant(given: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """What to do about arguments that vLLM refuses: the nearest names of those that it does not know."""
+    known = list(parser._option_string_actions)
+    names = [each.partition("=")[0].partition(".")[0].replace("_", "-") for each in given if each[:2] == "--"]
+    near = {name: difflib.get_close_matches(name, known, 1) for name in names if name not in known}
+    hints = [f"{found[0]} for {name}" for name, found in near.items() if found]
+    return f"perhaps {', '.join(hints)}" if hints else "give the arguments of `vllm serve` after --"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
