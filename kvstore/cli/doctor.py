@@ -141,8 +141,9 @@ def ask_engine(engine: str, run_dir: str, timeout_s: float, arguments: Sequence[
         if line.endswith("\n"):  # else it was cut short
             yield Finding(**json.loads(line))
     if late:
-        why = f"its doctor did not end within {ENGINE_S:.0f} s"
-        yield Finding(engine, False, why, "is the machine overloaded?")
+        yield Finding(
+            engine, False, f"its doctor did not end within {ENGINE_S:.0f} s", "is the machine overloaded?"
+        )
     elif not output:
         why = errors.strip().splitlines()[-1:] or [f"its doctor ended with {process.returncode}"]
         needed = {"vllm": "vLLM", "gpu": "the worker"}[engine]

@@ -804,9 +804,10 @@ class Daemon:
             ]
             return f"off: without ssd_dir, {' and '.join(idle)} mean nothing" if idle else "off"
         state = self.loop.store.state
+        encrypted = ", encrypted" if config.ssd_key_file else ""
         return (
             f"{config.ssd_dir}, at most {config.ssd_bytes / 2**20:,.0f} MiB: {state.disk_state.name.lower()},"
-            f" {state.cold.count:,} chunks found, durable within {config.durable_within_ms} ms"
+            f" {state.cold.count:,} chunks found, durable within {config.durable_within_ms} ms{encrypted}"
         )
 
     def _catch_signals(self) -> None:

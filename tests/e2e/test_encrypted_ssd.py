@@ -3,6 +3,7 @@ key file costs nothing."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ def test_it_survives_kill_9_and_a_rotation(
     with client_of(daemon) as client:
         assert hits(client.open(SPEC), [*old, *new]) == {*old, *new}
     assert daemon.stop() == 0
+    assert json.loads(daemon.process.stdout.read())["ssd"].endswith(", encrypted")
 
 
 @pytest.mark.parametrize("letters", [(), ("b",)])
