@@ -279,6 +279,11 @@ class Check:
                 if isinstance(bar, Defect):
                     where = f"barred maker {key.removeprefix(format.BARRED_PREFIX).hex()}"
                     self._row("meta", key, Problem("maker", where, f"its row {bar.value}", ROW))
+            elif key.startswith(format.HEEDED_PREFIX):
+                heeded = format.decode_heeded(key, value)
+                if isinstance(heeded, Defect):
+                    where = f"forgets of {key.removeprefix(format.HEEDED_PREFIX).decode('ascii', 'replace')}"
+                    self._row("meta", key, Problem("forgets", where, f"its row {heeded.value}", ROW))
             elif key == format.KEY_ID:
                 self._check_key(key, value)
             elif not isinstance(number, Defect):

@@ -35,6 +35,8 @@ Index tables (LMDB, `<ssd_dir>/index`):
                                                     chunks that several ranks committed; seal
                  "barred:", 16 bytes, 16 bytes   -> u8: 1 if all that it made is to go, 0 if it only makes no more;
                                                     seal. The mark of a tenant, or zeros for all, and a maker
+                 "heeded:", channel              -> 16 bytes that name a journal of forgets, u64 position in it up to
+                                                    which all of it has left the index; seal
     slabs        u32 number                      -> u64 slot bytes, u64 slots, seal
     namespaces   u32 number                      -> strings (u32 length, bytes): tenant, model, weights digest, layout
                                                     fingerprint, adapter digest, KV scales digest, hash protocol, salt;
@@ -78,6 +80,8 @@ NO_MAKER = bytes(MAKER_BYTES)
 """How an unknown maker, b"", is stored."""
 MAKERS_PREFIX = b"makers:"
 BARRED_PREFIX = b"barred:"
+HEEDED_PREFIX = b"heeded:"
+JOURNAL_BYTES = 16
 KEY_ID = b"key"
 SESSION_PAGE_ENTRIES = 250
 """With keys of 32 bytes a page of a session fills two pages of LMDB."""
@@ -338,6 +342,25 @@ def decode_barred(key: bytes, value: bytes) -> tuple[bytes, bytes, bool] | Defec
     if body not in (b"\0", b"\1") or len(mark) != MAKER_BYTES:
         return Defect.RANGE
     return mark.replace(NO_MAKER, b""), maker, body == b"\1"
+
+
+def heeded_key(channel: str) -> bytes:
+    return HEEDED_PREFIX + channel.encode("ascii")
+
+
+def encode_heeded(journal: bytes, position: int) -> bytes:
+    return _seal(journal + _U64.pack(position))
+
+
+def decode_heeded(key: bytes, value: bytes) -> tuple[str, bytes, int] | Defect:
+    """Channel, name of the journal, and position."""
+    body = _unseal(value)
+    if isinstance(body, Defect):
+        return body
+    channel = key.removeprefix(HEEDED_PREFIX)
+    if len(body) != JOURNAL_BYTES + _U64.size or not channel.isascii():
+        return Defect.RANGE
+    return channel.decode("ascii"), body[:JOURNAL_BYTES], _U64.unpack_from(body, JOURNAL_BYTES)[0]
 
 
 def encode_slab(slot_bytes: int, slots: int) -> bytes:

@@ -21,7 +21,15 @@ import lmdb
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.events import Bar, IndexUsage, NamespaceRecord, SessionEntry, SessionRecord, WriteIndex
+from kvstore.core.events import (
+    Bar,
+    Heeded,
+    IndexUsage,
+    NamespaceRecord,
+    SessionEntry,
+    SessionRecord,
+    WriteIndex,
+)
 from kvstore.errors import ConfigError, Exhausted, StoreError, Unavailable
 from kvstore.layout import NamespaceSpec
 from kvstore.tiers import format
@@ -237,7 +245,13 @@ class Index:
             rows_max = max(rows_max, len(batch.chunks) + 1)
         first = batch.chunks[:rows_max]
         yield WriteIndex(
-            batch.op, (), namespaces=batch.namespaces, makers=batch.makers, bars=batch.bars, chunks=first
+            batch.op,
+            (),
+            namespaces=batch.namespaces,
+            makers=batch.makers,
+            bars=batch.bars,
+            heeded=batch.heeded,
+            chunks=first,
         )
         for start in range(rows_max, len(batch.chunks), rows_max):
             yield WriteIndex(batch.op, (), chunks=batch.chunks[start : start + rows_max])
@@ -317,6 +331,20 @@ class Index:
                 bad.append(key)
             else:
                 found.append(Bar(*bar))
+        self._drop("meta", bad)
+        return found
+
+    def heeded(self) -> list[Heeded]:
+        """How far each journal of forgets was carried out. Of one whose row cannot be read all is heeded."""
+        found, bad = [], []
+        for key, value in self._rows("meta", CHUNK_ROWS):
+            if not key.startswith(format.HEEDED_PREFIX):
+                continue
+            heeded = format.decode_heeded(key, value)
+            if isinstance(heeded, Defect):
+                bad.append(key)
+            else:
+                found.append(Heeded(*heeded))
         self._drop("meta", bad)
         return found
 
@@ -631,6 +659,8 @@ def _write(to: _Open, txn: Transaction, batch: WriteIndex) -> None:
         txn.put(format.makers_key(digest), format.encode_makers(makers), to.meta)
     for bar in batch.bars:
         txn.put(format.barred_key(bar.mark, bar.maker), format.encode_barred(purge=bar.purge), to.meta)
+    for one in batch.heeded:
+        txn.put(format.heeded_key(one.channel), format.encode_heeded(one.journal, one.position), to.meta)
     for chunk in batch.chunks:
         value = format.encode_chunk(chunk)
         txn.put(format.chunk_key(chunk.namespace, chunk.key), value, to.chunks)
@@ -656,7 +686,7 @@ def _halves(batch: WriteIndex) -> tuple[WriteIndex, WriteIndex]:
 
 
 def _only_deletions(batch: WriteIndex) -> WriteIndex:
-    return replace(batch, namespaces=(), makers=(), bars=(), chunks=(), sessions=())
+    return replace(batch, namespaces=(), makers=(), bars=(), heeded=(), chunks=(), sessions=())
 
 
 def _table_bytes(stat: Mapping[str, Any]) -> int:

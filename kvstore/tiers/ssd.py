@@ -197,6 +197,7 @@ class SsdTier:
                 sessions=index.sessions(specs),
                 makers=index.makers(),
                 bars=index.bars(),
+                heeded=index.heeded(),
                 usage=index.usage,
                 chunks=map(_batch, index.chunks(specs, slabs, direct=self._direct)),
             )

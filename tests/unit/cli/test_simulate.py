@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import threading
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,16 @@ def test_advise_says_when_it_saw_little(
         "3 turns of a sample of 100.0 % of the sessions; 7 lookups in other namespaces are left out" in text
     )
     assert ("larger --share" in text) is few
+
+
+def test_advise_ends_with_all_that_is_recorded_by_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many blocks of it, and a line that is not whole."""
+    monkeypatch.setattr(advise, "BLOCK_BYTES", 64)
+    path = tmp_path / "trace"
+    path.write_text("".join(f'{{"t": {number}}}\n' for number in range(100)) + '{"t"')
+    ended = threading.Event()
+    ended.set()
+    with path.open("rb") as file:
+        assert [line["t"] for line in advise._lines(file, 600, ended)] == list(range(100))
