@@ -2,7 +2,8 @@
 
 Questions with passages of two public sets (NaturalQuestions, MuSiQue: `longdoc/` of the data folder, `--data`; by
 default ../shared/data), each passage a module; the answer's tokens are read one by one, and then the model answers
-itself. "NQ, sentences" reads the whole sentence of the passage with the answer. SmolLM2-135M in float32; prompts of at most 2,048 tokens.
+itself. Of "NQ, sentences" the whole sentence of the passage with the answer is read. SmolLM2-135M in float32; prompts
+of at most 2,048 tokens.
 
     KL            of the predictions, nats a token          top-1     how often the likeliest token is the same
     perplexity    of the answers, and by how much it grows  F1, EM    of the model's own first line against all answers
@@ -208,7 +209,7 @@ def nq(folder: Path, count: int) -> list[Question]:
 
 
 def sentences(folder: Path, count: int) -> list[Question]:
-    """The same questions; what is read is the sentence of the passage with the answer: more tokens of each, that a small
+    """The same questions; read is the sentence of the passage with the answer: more tokens of each, which a small
     model expects once it has found the passage."""
     found = []
     for question in nq(folder, count):
