@@ -85,12 +85,15 @@ test-gpu: venv  ## loader, saver, pool, self-check and engine on a device that i
 	  -k 'emulated or cuda or late' $(ARGS)
 	$(PYTEST) $(JOBS) tests/unit/gpu_worker/test_{graphs,segments}.py tests/e2e/test_registered.py $(ARGS)
 
-.PHONY: crash fleet soak
+.PHONY: crash fleet soak serving
 crash: venv  ## kill -9 of a daemon, ROUNDS times: is what was promised there, and nothing else? (ARGS='--seed 1')
 	$(PY) tests/stress/crash.py --json --rounds $(ROUNDS) $(ARGS)
 
 fleet: venv  ## nodes that share a store, ROUNDS of faults: wrong bytes, forgotten chunks, hangs? (ARGS='--seed 1')
 	$(PY) tests/stress/fleet.py --json --rounds $(ROUNDS) $(ARGS)
+
+serving: venv  ## workers that serve while daemon, disk and workers break, ROUNDS times: right answers, hits, no hangs? (ARGS='--seed 1')
+	$(PY) tests/stress/serving.py --json --rounds $(ROUNDS) $(ARGS)
 
 soak: venv  ## a daemon under full load for MINUTES: does anything grow or break? (ARGS='--seed 1')
 	$(PY) tests/stress/soak.py --json --minutes $(MINUTES) $(ARGS)

@@ -41,7 +41,7 @@ from kvstore.kernels.forest import Forest
 from kvstore.kernels.prefill import prefill_attention
 
 SEQUENCES, TOKENS, HEADS, HEAD_DIM, CHUNK = 32, 1024, 8, 128, 64
-THREADS = 2
+THREADS = min(2, len(os.sched_getaffinity(0)))
 SPEEDUP_GOALS = {(0, HEADS): 0.9, (512, HEADS): 1.7, (960, HEADS): 6.0, (0, HEADS // 4): 0.9}
 """Of our path over sdpa, by shared tokens and KV heads."""
 PREFILL_SEQUENCES, PREFILL_CACHED, PREFILL_NEW = 8, 1024, (64, 128, 512)

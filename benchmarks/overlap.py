@@ -38,6 +38,7 @@ from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.device import CpuDevice, ThreadStream
 
 DECODED = 20
+FIGURES = (18, 19, 20)
 KEY = ("figure", "model", "history_tokens", "new_tokens", "read_buffer", "link_share")
 
 
@@ -255,6 +256,9 @@ def main() -> int:
     options.add_argument(
         "--models", default="", help='"SmolLM2", "300M" or both (none: both, quick: SmolLM2)'
     )
+    options.add_argument(
+        "--figures", nargs="*", type=int, choices=FIGURES, default=FIGURES, help="which (all)"
+    )
     chosen = options.parse_args()
     torch.set_num_threads(chosen.threads)
     quick = chosen.quick
@@ -264,13 +268,14 @@ def main() -> int:
     with daemon() as run_dir:
         for name, model in models(chosen.models or ("SmolLM2" if quick else "SmolLM2 300M")).items():
             small = name.startswith("SmolLM2")
-            for history, new in ((512, 32),) if quick else ((512, 32), (2048, 32), (2048, 128)):
+            turns = ((512, 32),) if quick else ((512, 32), (2048, 32), (2048, 128))
+            for history, new in turns if 18 in chosen.figures else ():
                 rows += loading(name, model, run_dir, history, new, pairs=pairs, buffers=(None,))
                 show(rows[-1])
             layers = model.config.num_hidden_layers
             few = min(pairs, 3) if quick else pairs
             shares = (0.7,) if quick else (0.7, 1.5)
-            for share in shares if small else ():
+            for share in shares if small and 19 in chosen.figures else ():
                 buffers = (1000, 0, None) if quick else (1000, 0, 5, layers // 2, None)
                 made = loading(
                     name,
@@ -285,7 +290,8 @@ def main() -> int:
                 rows += made
                 for row in made:
                     show(row)
-            for tokens in (256,) if quick else (1024, 1600):
+            prompts = (256,) if quick else (1024, 1600)
+            for tokens in prompts if 20 in chosen.figures else ():
                 rows.append(saving(name, model, run_dir, tokens, rounds=3 if quick else 10 if small else 5))
                 show(rows[-1])
     if quick:

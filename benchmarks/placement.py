@@ -45,7 +45,8 @@ from kvstore.replay.engine import Served, serve
 from kvstore.replay.hardware import MODELS
 
 PARTS = ("hits", "memory", "late", "ssd", "drawn", "paper", "cost")
-MOONCAKE_TURNS = 12_031
+MOONCAKE_TRACE = ("mooncake", 12_031)
+"""Format and turns."""
 MOONCAKE = {
     (1_000, 0): 0.090, (3_000, 0): 0.140, (10_000, 0): 0.245,
     (1_000, 100): 0.102, (3_000, 100): 0.153, (10_000, 100): 0.256,
@@ -116,6 +117,7 @@ def options() -> argparse.ArgumentParser:
     found.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
     found.add_argument("--trace", metavar="FILE", help="as published, compressed or not")
     found.add_argument("--format", choices=sorted(FORMATS), default="mooncake")
+    found.add_argument("--turns", type=int, metavar="N", help="of the trace, only the first")
     found.add_argument("--dram", type=int, nargs="+", metavar="CHUNKS")
     found.add_argument("--look-ahead", type=known_turns, nargs="+", metavar="TURNS", help='or "all"')
     found.add_argument("--kinds", nargs="+", choices=[*KINDS], metavar="KIND", help="of drawn traces")
@@ -137,8 +139,12 @@ def the_trace(chosen: argparse.Namespace) -> Trace:
     if chosen.only and not {*chosen.only} & {"hits", "memory", "late", "ssd"}:
         return Trace("none", 1, [])
     trace = read_trace(chosen.trace, chosen.format) if chosen.trace else drawn("mixed")
-    if chosen.quick:
-        trace = trace.first(QUICK_TURNS)
+    if chosen.trace and (trace.name, len(trace)) != MOONCAKE_TRACE:
+        trace.name = Path(chosen.trace).name.partition(".")[0]
+    turns = QUICK_TURNS if chosen.quick else chosen.turns
+    if turns and turns < len(trace):
+        trace = trace.first(turns)
+        trace.name += f", {turns} turns"
     chunks = sum(len(turn.chunks) for turn in trace)
     print(f"{trace.name}: {len(trace)} turns, {chunks} chunks of {trace.chunk_tokens} tokens", flush=True)
     return trace
@@ -161,7 +167,7 @@ def hits(report: Report, trace: Trace) -> None:
             rate = hit_rate(trace, size, ahead)
             report.row(**of, policy="expected", look_ahead=known(ahead), hits=rate)
             wanted = MOONCAKE.get((size, ahead))
-            if wanted is not None and trace.name == "mooncake" and len(trace) == MOONCAKE_TURNS:
+            if wanted is not None and (trace.name, len(trace)) == MOONCAKE_TRACE:
                 report.goal(f"{size} chunks, {known(ahead)} turns known: hits", rate, "", wanted, ">=")
             if not ahead:
                 lru = baseline(trace, "lru", dram_chunks=size).hit_rate

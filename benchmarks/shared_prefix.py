@@ -43,7 +43,7 @@ from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.layout import CHUNK_TOKENS
 
 BATCH, SHARED, OWN, NEW = 16, 1024, 64, 64
-THREADS = 2
+THREADS = min(2, len(os.sched_getaffinity(0)))
 ROUND_STEPS = 2  # of one engine, then as many of the other
 VOCABULARY = 8192  # tokens that all models know
 MEMORY_GOAL, DECODE_GOAL = 0.70, 1.5

@@ -20,7 +20,10 @@ not the disk.
 included, over the bytes of the chunks; growth is the largest size of the directory afterwards over that when it was
 full for the first time.
 
+With `--encrypted` our files are (`ssd_key_file`), those of fio are not.
+
     python benchmarks/ssd.py [--quick] [--json] [--out [FILE]] [--folder DIR] [--only buffered|direct|space]
+                             [--encrypted]
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import secrets
 import shutil
 import statistics
 import subprocess
@@ -52,6 +56,8 @@ from kvstore.tiers import format
 from kvstore.types import ChunkKey, Outcome, Wait
 
 BOUND_S = 60.0
+KEY = ""
+"""With which our files are encrypted."""
 MIB = 1 << 20
 THREADS = 4
 SLABS = 4
@@ -78,6 +84,10 @@ CAPACITIES = 10
 def daemon(folder: Path, **settings: Any) -> Iterator[tuple[Client, int]]:
     command = [sys.executable, "-P", "-m", "kvstore", f"--run-dir={folder}/run", f"--ssd-dir={folder}/ssd"]
     command += [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    if KEY:
+        (folder / "key").write_text(KEY)
+        (folder / "key").chmod(0o600)
+        command.append(f"--ssd-key-file={folder}/key")
     process = subprocess.Popen([*command, "--log-level=warning"], stdout=subprocess.DEVNULL)
     try:
         with connected(f"{folder}/run", process) as client:
@@ -271,7 +281,7 @@ def streams(
     for (what, order, by), speeds in took.items():
         row = {
             "what": what,
-            "io": "direct" if direct else "buffered",
+            "io": ("direct" if direct else "buffered") + (", encrypted" if KEY else ""),
             "order": order,
             "chunk_bytes": chunk,
             "by": by,
@@ -346,7 +356,11 @@ def main() -> int:
     options = arguments(__doc__)
     options.add_argument("--folder", help="where to write; a folder of the disk in question")
     options.add_argument("--only", choices=("buffered", "direct", "space"))
+    options.add_argument("--encrypted", action="store_true", help="our files are encrypted")
     chosen = options.parse_args()
+    if chosen.encrypted:
+        global KEY
+        KEY = secrets.token_hex(32)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="kvs-", dir=chosen.folder) as name:
         folder = Path(name)

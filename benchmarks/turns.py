@@ -8,6 +8,8 @@ was told to demote the history, and its files may be in the page cache.
 
 Further parts, which --quick cuts short:
 
+  choices    what the engine makes of KV on a disk that reads 200, 20 or 5 MB/s: load, compute, or both; how often the
+             next turn is more than 5 % slower than recomputing
   arrivals   Poisson arrivals of next turns, one request at a time and up to 16: tokens a second and time to first
              token, with the store and without (AttentionStore's figures 13 to 16 in small)
   documents  documents of 4k to 28k tokens with tasks behind them, on a random model with a window of 32k (figures 25
@@ -28,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +50,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvstore.client import connect
 from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.layout import CHUNK_TOKENS
+from kvstore.sim.daemon import READ_BYTES_PER_S
 from kvstore.types import ActionKind, HintAction, Reason
 
 ROOT = Path(__file__).parent.parent
@@ -55,8 +59,10 @@ RATIO_GOAL = 0.2
 RATIO_GOALS = {2048: 0.15, 7936: 0.05}
 """AttentionStore: 87 % less, and 95 % less for long sequences."""
 KEPT_GOAL = 1.10
+SLOWER_MAX, SLOWER_SHARE_MAX = 1.05, 0.05
+"""Loading may take so much of recomputing, in all turns but this share."""
 BOUND_S = 60.0
-PARTS = ("turns", "arrivals", "documents", "shared")
+PARTS = ("turns", "choices", "arrivals", "documents", "shared")
 
 
 def measure(model: LlamaForCausalLM, run_dir: str, history: int, repeats: int) -> dict[str, Any]:
@@ -143,6 +149,60 @@ def demote(engine: BatchEngine, tokens: Sequence[int]) -> None:
             namespace.apply_actions([HintAction(b"cold", ActionKind.DEMOTE, keys=keys)])
         assert time.monotonic() < deadline, f"in DRAM still: {namespace.match(keys)}"
         time.sleep(0.05)
+
+
+def choices(
+    model: LlamaForCausalLM,
+    run_dir: str,
+    histories: Sequence[int],
+    *,
+    mb_per_s: int,
+    turns: int,
+    warm_up: int,
+) -> dict[str, Any]:
+    """Next turns whose history is on a disk of that speed, by an engine that chooses and one that recomputes."""
+    draw = random.Random(mb_per_s)
+    pasts = [[draw.randrange(49_152) for _ in range(history)] for history in histories]
+    chunks = (max(histories) + NEW_TOKENS) // CHUNK_TOKENS + 4
+    choosing = BatchEngine(
+        model,
+        lambda: connect(run_dir, timeout_s=BOUND_S),
+        pool_chunks=chunks,
+        retain=False,
+        compute_or_load=True,
+        promote_timeout_s=BOUND_S,
+    )
+    recomputing = BatchEngine(model, pool_chunks=chunks, retain=False)
+    ratios: list[float] = []
+    made: Counter[str] = Counter()
+    try:
+        for past in pasts:
+            choosing.turn("", past, 1)
+            assert choosing.flush(BOUND_S)
+        choosing._store.saver._queue_bytes_max = 0  # type: ignore[union-attr]
+        for number in range(-warm_up, turns):
+            past = pasts[number % len(pasts)]
+            prompt = [*past, *(draw.randrange(49_152) for _ in range(NEW_TOKENS))]
+            demote(choosing, past)
+            computed = recomputing.turn("", prompt, 1)
+            turn = choosing.turn("", prompt, 1)
+            assert turn.tokens == computed.tokens or turn.gaps[0] < 1e-3, (turn, computed)
+            if number >= 0:
+                ratios.append(turn.ttft_s / computed.ttft_s)
+                made[turn.choice] += 1
+    finally:
+        choosing.close()
+        recomputing.close()
+    return {
+        "part": "choices",
+        "history_tokens": "/".join(map(str, histories)),
+        "disk_mb_per_s": mb_per_s,
+        "turns": turns,
+        "ratio": statistics.median(ratios),
+        "ratio_max": max(ratios),
+        "slower_share": sum(ratio > SLOWER_MAX for ratio in ratios) / turns,
+        "made": dict(made),
+    }
 
 
 def memcpy_ms(count: int) -> float:
@@ -316,11 +376,16 @@ def shared(
 
 
 @contextmanager
-def daemon(*options: str) -> Iterator[str]:
+def daemon(*options: str, mb_per_s: int = 0) -> Iterator[str]:
+    """`mb_per_s`: so fast its disk reads; 0: as it does."""
+    program = "kvstore.sim.daemon" if mb_per_s else "kvstore"
+    environment = os.environ | ({READ_BYTES_PER_S: str(mb_per_s * 10**6)} if mb_per_s else {})
     with tempfile.TemporaryDirectory(prefix="kvs-") as folder:
-        command = [sys.executable, "-P", "-m", "kvstore", f"--run-dir={folder}/run", "--log-level=warning"]
+        command = [sys.executable, "-P", "-m", program, f"--run-dir={folder}/run", "--log-level=warning"]
         process = subprocess.Popen(
-            [*command, "--dram-bytes=1G", "--segment-bytes=64M", *options], stdout=subprocess.DEVNULL
+            [*command, "--dram-bytes=1G", "--segment-bytes=64M", *options],
+            stdout=subprocess.DEVNULL,
+            env=environment,
         )
         try:
             connected(f"{folder}/run", process).close()
@@ -347,7 +412,9 @@ def smollm2_shape() -> LlamaForCausalLM:
 
 def main() -> int:
     options = arguments(__doc__)
-    options.add_argument("--threads", type=int, default=2, help="threads that compute")
+    options.add_argument(
+        "--threads", type=int, default=min(2, len(os.sched_getaffinity(0))), help="threads that compute"
+    )
     options.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="which (all)")
     options.add_argument("--histories", nargs="*", type=int, help="of the part turns, in tokens")
     chosen = options.parse_args()
@@ -364,6 +431,15 @@ def main() -> int:
         )
         print(", ".join(figures), flush=True)
 
+    rates = (200,) if quick else (200, 20, 5)
+    for mb_per_s in rates if "choices" in chosen.parts else ():
+        with (
+            tempfile.TemporaryDirectory(prefix="kvs-ssd-") as ssd,
+            daemon(f"--ssd-dir={ssd}", "--ssd-bytes=3G", mb_per_s=mb_per_s) as run_dir,
+        ):
+            settings = {"turns": 3, "warm_up": 2} if quick else {"turns": 20, "warm_up": 5}
+            histories = (128,) if quick else (192, 448)
+            show(choices(model, run_dir, histories, mb_per_s=mb_per_s, **settings))
     with (
         tempfile.TemporaryDirectory(prefix="kvs-ssd-") as ssd,
         daemon(f"--ssd-dir={ssd}", "--ssd-bytes=3G") as run_dir,
@@ -389,16 +465,24 @@ def main() -> int:
                 show(shared(model, rate=rate, **settings))  # type: ignore[arg-type]
     if quick:
         print(
-            "left out: histories over 512 tokens, batches of 16, documents over 2k tokens, all but one arrival rate"
+            "left out: histories over 512 tokens, all but one speed of the disk, batches of 16, documents over 2k "
+            "tokens, all but one arrival rate"
         )
     return finish(
-        __file__, chosen, rows, goals_of(rows), key=("part", "history_tokens", "at_once", "rate_per_s")
+        __file__,
+        chosen,
+        rows,
+        goals_of(rows),
+        key=("part", "history_tokens", "at_once", "rate_per_s", "disk_mb_per_s"),
     )
 
 
 def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
     goals = []
     for row in rows:
+        if row["part"] == "choices":
+            what = f"a disk of {row['disk_mb_per_s']} MB/s: turns slower than {SLOWER_MAX} x recomputing"
+            goals.append(Goal(what, row["slower_share"], "of 1", SLOWER_SHARE_MAX, "<="))
         if row["part"] != "turns":
             continue
         what = f"next turn after {row['history_tokens']} tokens"

@@ -40,6 +40,8 @@ EXPLORE_AFTER_MAX_S = 300.0
 EXPLORE_BYTES = 16 << 20
 EXPLORE_SHARE = 0.03
 """Of the computing that would be saved: what trying may cost."""
+EXTRAPOLATED_SHARE = 0.25
+"""Computing far more tokens than any step so far had may take so much less than it seems: short steps say little."""
 SLACK = 1.5
 SLACK_S = 0.01
 """A load may take so much longer than expected before it is looked at again."""
@@ -135,6 +137,8 @@ class Computing(Line):
 
     def __init__(self, *, skipped: int = 0) -> None:
         super().__init__(skipped=skipped)
+        self.largest = 0.0
+        """Units of the largest measurement."""
         self._sizes: dict[int, Line] = {}
         """By the number of bits of the size. Replaced as a whole."""
 
@@ -142,6 +146,7 @@ class Computing(Line):
         skips = self._skip > 0
         super().observe(units, seconds)
         if units >= 1 and not skips:
+            self.largest = max(self.largest, units)
             size = int(units).bit_length()
             line = self._sizes.get(size, Line())
             line.observe(units, seconds)
@@ -264,6 +269,8 @@ class ComputeOrLoad:
         """So much later than reading and copying takes requests went on, of late: questions, threads, the steps of an
         engine that parks them, a busy machine."""
         self._patience = {Tier.DRAM: Patience(), Tier.SSD: Patience()}
+        self._computed: set[int] = set()
+        """Sizes, by their number of bits, that were computed once to learn what that takes."""
         self._vain = 0
         self.ssd_bytes_per_s = 0.0
         """As the store told last; 0: it never did."""
@@ -315,6 +322,8 @@ class ComputeOrLoad:
                 return tried
         elif cold[best - have]:
             self._patience[Tier.SSD].won()
+        if self._is_to_be_computed_once(found, cold, have, best):
+            return Plan(have, Why.COMPUTE, saves_s=0.0)
         if best == have:
             if found.in_dram[have]:
                 return self._try_dram(found, have, now)
@@ -378,6 +387,19 @@ class ComputeOrLoad:
         return sorted({*ends, len(where)})
 
     # -------------------------------------------------------------------------------------------------------- trying
+
+    def _is_to_be_computed_once(self, found: Found, cold: Sequence[int], have: int, best: int) -> bool:
+        """Loading seems to be faster, and not by much, than computing more than was ever measured: an engine that
+        always loads would not learn what that takes. Once for each size."""
+        tokens = (best - have) * found.chunk_tokens
+        size = int(tokens).bit_length()
+        if tokens <= 2 * self.compute.largest or size in self._computed:
+            return False
+        takes_s = self._wait(found, cold[best - have]) + self._copying((best - have) * found.chunk_bytes)
+        if takes_s < EXTRAPOLATED_SHARE * self.saves(tokens):
+            return False
+        self._computed.add(size)
+        return True
 
     def _few(self, found: Found) -> int:
         return max(1, EXPLORE_BYTES // max(1, found.chunk_bytes))

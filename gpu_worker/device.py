@@ -19,6 +19,7 @@ touch is ordered by events alone; these are all the places, and a test fails wit
     loader's thread    the last copy of a load                      then the lease goes back, and slots are used again
     loader's thread    the copy out of a bounce buffer              it fills the buffer anew
     model's thread     the last copy of a load                      chunks of one that was given up are used again
+    model's thread     the copy of a plan out of its buffer         it writes the next plan there
 """
 
 from __future__ import annotations

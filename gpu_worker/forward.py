@@ -18,6 +18,7 @@ from kvstore.gpu_worker.linear import turnable, turned
 from kvstore.gpu_worker.masses import OBSERVED, Observation
 from kvstore.gpu_worker.positions import Positions
 from kvstore.gpu_worker.request import Request
+from kvstore.gpu_worker.uploads import Uploads
 from kvstore.kernels.forest import Forest, Plan
 from kvstore.kernels.launch import card_of, rows_max
 from kvstore.kernels.prefill import PrefillPlan
@@ -44,10 +45,12 @@ class Forward:
         share: bool,
         device: Device | None = None,
     ) -> None:
-        """`device`: captures steps that only decode, if it can."""
+        """`device`: captures steps that only decode, if it can; gets plans of what decodes from registered memory, if
+        its own is not the host's."""
         self.model = model.eval()
+        uploads = Uploads(device) if device is not None and not device.in_host_memory else None
         self.graphs = (
-            DecodeGraphs(device, model.device, sequences_max=sequences_max)
+            DecodeGraphs(device, model.device, sequences_max=sequences_max, upload=uploads)
             if device is not None and device.captures
             else None
         )
@@ -73,8 +76,9 @@ class Forward:
                 partials_max=sequences_max * (tokens_max // split + 1 + sequences_max),
                 share=share,
                 device=model.device,
+                upload=upload,
             )
-            for _ in range(2)
+            for upload in (uploads, None)  # the other one's arrays are new for each step
         )
 
         if on_gpu:

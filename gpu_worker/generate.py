@@ -141,6 +141,11 @@ class StoredGenerator:
         if input_ids is None:
             input_ids = options.pop("inputs", None)
         given: dict[str, Any] = {} if attention_mask is None else {"attention_mask": attention_mask}
+        # None as a setting can mean something; whatever else is None is not given
+        settings = self._model.generation_config
+        options = {
+            name: value for name, value in options.items() if value is not None or hasattr(settings, name)
+        }
         why, config = self._refusal(input_ids, attention_mask, options)
         namespace = None if why else self._namespace()
         if namespace is None or input_ids is None:

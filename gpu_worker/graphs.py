@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from kvstore.gpu_worker.device import Device, Graph
-from kvstore.kernels.forest import Capacity
+from kvstore.kernels.forest import Capacity, Upload, copy_all
 
 GRAPHS_MAX = 64
 """That are kept, those used last."""
@@ -49,8 +49,12 @@ class _Captured:
 
 
 class DecodeGraphs:
-    def __init__(self, device: Device, memory: torch.device, *, sequences_max: int) -> None:
+    def __init__(
+        self, device: Device, memory: torch.device, *, sequences_max: int, upload: Upload | None = None
+    ) -> None:
+        """`upload`: how inputs get to the device."""
         self._device = device
+        self._upload = upload or copy_all
         self._memory = memory
         self._sequences_max = sequences_max
         self._captured: OrderedDict[tuple[int, Capacity], _Captured] = OrderedDict()
@@ -115,5 +119,7 @@ class DecodeGraphs:
         )
 
     def _write(self, inputs: Inputs, columns: Sequence[Sequence[int]], lines: Sequence[int]) -> None:
-        for name, values in (*zip(COLUMNS, columns, strict=True), ("lines", lines)):
-            getattr(inputs, name).copy_(torch.tensor(values, dtype=torch.long))
+        given = (*zip(COLUMNS, columns, strict=True), ("lines", lines))
+        self._upload(
+            [(getattr(inputs, name), torch.tensor(values, dtype=torch.long)) for name, values in given]
+        )

@@ -21,7 +21,7 @@ runs on that sequence's path.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -58,6 +58,15 @@ class Capacity(NamedTuple):
 def room_for(needed: int, most: int) -> int:
     """The least power of two, from CAPACITY_MIN on, that is enough; `most` at most."""
     return min(most, max(CAPACITY_MIN, 1 << max(needed - 1, 0).bit_length()))
+
+
+Upload = Callable[[Sequence[tuple[torch.Tensor, torch.Tensor]]], None]
+"""Each first tensor, of the device, becomes what the second, of the host, is at the call."""
+
+
+def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for there, here in pairs:
+        there.copy_(here)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +128,8 @@ class Forest:
     * `items_max`, `partials_max`: the most there can be; by default, twice what sequences of `tokens_max` tokens need
       that share nothing.
     * `share=False`: all runs are private, to compare with.
+    * `upload`: how what changed gets to the device, in the order of its stream; by default as torch copies, which holds
+      up the caller.
 
     A change that is refused raises ValueError and leaves all as it was. The KV of a token is to be in the pool when a
     kernel runs after the token was added.
@@ -137,6 +148,7 @@ class Forest:
         partials_max: int | None = None,
         share: bool = True,
         device: torch.device | str = "cpu",
+        upload: Upload | None = None,
     ) -> None:
         pieces = max(1, -(-tokens_max // max(split_tokens, 1)))
         self.items_max = 2 * sequences_max * pieces if items_max is None else items_max
@@ -179,8 +191,11 @@ class Forest:
 
         host = (self._items, self._item_chunks, self._schedule, self._order, self._rows)
         self._host = [torch.from_numpy(array) for array in host]  # the same memory
+        self._upload = upload or (copy_all if self.device.type != "cpu" else None)
         # On a CPU, the same memory again
-        items, item_chunks, schedule, order, rows = (tensor.to(self.device) for tensor in self._host)
+        items, item_chunks, schedule, order, rows = (
+            tensor.to(self.device, copy=self._upload is not None) for tensor in self._host
+        )
         self._plan = Plan(
             *(items, item_chunks, schedule, order, rows),
             chunks=chunks,
@@ -323,13 +338,15 @@ class Forest:
             # Stable: the tiles of a piece stay neighbours, so that its chunks are read from the cache
             cost = np.where(self._items[:, COUNT] > 0, self._item_tokens(), -1)
             self._schedule[:] = np.argsort(-cost, kind="stable")
-        if self.device.type != "cpu":
+        if self._upload is not None:
             *others, rows = zip(self._plan.arrays(), self._host, strict=True)
-            for there, here in (*(others if self._reordered else ()), rows):
-                there.copy_(here)
+            changed = [*(others if self._reordered else ()), rows]
             if self._new_chunks and not self._reordered:
                 low, high = min(self._new_chunks), max(self._new_chunks) + 1
-                self._plan.item_chunks[low:high].copy_(torch.from_numpy(self._item_chunks[low:high]))
+                changed.append(
+                    (self._plan.item_chunks[low:high], torch.from_numpy(self._item_chunks[low:high]))
+                )
+            self._upload(changed)
         self._reordered = False
         self._new_chunks.clear()
         self._plan.divisions.clear()

@@ -88,6 +88,9 @@ class StoreConfig:
     """Part of ssd_bytes that the index may use; 0: a thirty-second, at least 16 MiB."""
     ssd_direct_io: bool = False
     """Bypass the page cache (worth it on real NVMe, where buffered I/O doubles DRAM). Fixed when ssd_dir is created."""
+    ssd_key_file: str = ""
+    """File with keys of 64 hexadecimal digits, the newest first: KV and schemas on SSD are encrypted with the first
+    (AES-256-GCM), and what is read opens with any. Empty: they are not encrypted."""
     ssd_threads: int = 4
     """Threads that read and write slab files."""
     ssd_deadline_ms: int = 2_000

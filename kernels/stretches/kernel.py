@@ -14,12 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kvstore.kernels.launch import card_of, unit_of
+from kvstore.kernels.launch import Card, card_of, unit_of
 from kvstore.kernels.stretches.plan import StretchPlan
 
 HEAD_DIM_MAX = 256
 ROWS = (16, 32, 64, 128)
 BLOCK_TOKENS = 32
+"""Half of that for heads of more than 128: of the others' registers, some would spill."""
 
 
 class Partials(NamedTuple):
@@ -122,6 +123,19 @@ def _attend(
         tl.store(stats_ptr + at * 2 + 1, total, mask=used)
 
 
+def block_sizes(*, head_dim: int, lines: int, card: Card) -> dict[str, int]:
+    """`lines`: queries times heads of a group that an item has at most."""
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    most = min(ROWS[-1], card.accumulator_max // block_d)
+    rows = next(rows for rows in ROWS if rows >= min(most, lines))
+    return {
+        "BLOCK_D": block_d,
+        "BLOCK_M": rows,
+        "BLOCK_N": BLOCK_TOKENS // 2 if block_d > 128 else BLOCK_TOKENS,
+        "num_warps": 8 if rows * block_d >= 128 * 128 else 4,
+    }
+
+
 def attend(
     turned: torch.Tensor,
     keys: torch.Tensor,
@@ -136,13 +150,11 @@ def attend(
     if head_dim > HEAD_DIM_MAX:
         raise ValueError(f"head_dim is {head_dim}: must be at most {HEAD_DIM_MAX}")
     group = heads // kv_heads
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    most = min(ROWS[-1], card_of(turned.device).accumulator_max // block_d)
-    rows = next(rows for rows in ROWS if rows >= min(most, plan.tile_queries * group))
+    sizes = block_sizes(head_dim=head_dim, lines=plan.tile_queries * group, card=card_of(turned.device))
     outputs, stats = plan.scratch.of(plan.partials, heads, head_dim, turned.device)
     strides = [stride for tensor in (turned, keys, values) for stride in tensor.stride()[:2]]
     unit = unit_of(*strides)
-    tiles = triton.cdiv(plan.tile_queries * group, rows)
+    tiles = triton.cdiv(plan.tile_queries * group, sizes["BLOCK_M"])
     with torch.cuda.device_of(turned):  # does nothing where tensors of a CPU are interpreted
         _attend[plan.items.shape[0] * kv_heads, tiles](
             *(turned, keys, values, outputs, stats, plan.items, plan.lines, plan.parts),
@@ -150,14 +162,11 @@ def attend(
             *(scale, 0.0 if soft_cap is None else soft_cap, heads),
             GROUP=group,
             HEAD_DIM=head_dim,
-            BLOCK_D=block_d,
-            BLOCK_M=rows,
-            BLOCK_N=BLOCK_TOKENS,
             CAPPED=soft_cap is not None,
             UPCAST=turned.dtype is torch.bfloat16
             and triton.knobs.runtime.interpret,  # which knows no bf16 products
             UNIT=unit,
-            num_warps=8 if rows * block_d >= 64 * 128 else 4,
             enable_fp_fusion=True,
+            **sizes,
         )
     return Partials(outputs, stats, plan.results)

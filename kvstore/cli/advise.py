@@ -35,6 +35,9 @@ SHOW_S = 10.0
 SECONDS = 60
 BLOCK_BYTES = 1 << 16
 """Read at once: between two blocks it is seen that time is over."""
+TURNS_MIN = 2_000
+"""Sampled turns below which rates are rough: of Mooncake's conversations, samples of 250 turns said .08 to .16 where a
+daemon of that size served .12."""
 TRACE_BYTES_MAX = 256 << 20
 """Of the recording: a run_dir may be in memory."""
 
@@ -258,6 +261,8 @@ def _tell(looked: Looked, options: argparse.Namespace, dram: int, dropped: int) 
         + (f"; {dropped:,} lookups were not seen" if dropped else "")
         + (f"; {looked.elsewhere:,} lookups in other namespaces are left out" if looked.elsewhere else "")
     )
+    if shadows.sampled < TURNS_MIN:
+        say(f"fewer than {TURNS_MIN:,} turns: the rates are rough; look longer, or with a larger --share")
     say(
         table(
             ["policy", "DRAM", "SSD", "hits", "in DRAM", ""],

@@ -49,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the cap of the directory (default: not judged)",
     )
     parser.add_argument(
+        "--ssd-key-file", metavar="FILE", help="the daemon's keys, where the directory is encrypted"
+    )
+    parser.add_argument(
         "--fix", action="store_true", help="remove exactly what is wrong; with --ssd-dir or --config"
     )
     parser.add_argument(
@@ -75,9 +78,9 @@ def _wait(text: str) -> float:
 
 def run(run_dir: str, options: argparse.Namespace) -> int:
     try:
-        directory, bytes_max = _directory(options)
+        directory, bytes_max, key_file = _directory(options)
         if directory:
-            return _offline(directory, bytes_max, options)
+            return _offline(directory, bytes_max, key_file, options)
         if options.fix:
             raise BadRequest(
                 "is for a directory that no daemon uses",
@@ -93,10 +96,10 @@ def run(run_dir: str, options: argparse.Namespace) -> int:
         return CANNOT
 
 
-def _directory(options: argparse.Namespace) -> tuple[str, int]:
-    """And the cap, 0 if it is not known."""
+def _directory(options: argparse.Namespace) -> tuple[str, int, str]:
+    """And the cap, 0 if it is not known; and the file of its keys, "" if it has none."""
     if not options.config:
-        return options.ssd_dir or "", options.ssd_bytes
+        return options.ssd_dir or "", options.ssd_bytes, options.ssd_key_file or ""
     try:
         toml = tomllib.loads(Path(options.config).read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as problem:
@@ -105,7 +108,7 @@ def _directory(options: argparse.Namespace) -> tuple[str, int]:
     directory = options.ssd_dir or config.ssd_dir
     if not directory:
         raise ConfigError("names no ssd_dir", field="--config", value=options.config)
-    return directory, options.ssd_bytes or config.ssd_bytes
+    return directory, options.ssd_bytes or config.ssd_bytes, options.ssd_key_file or config.ssd_key_file
 
 
 # ------------------------------------------------------------------------------------------------------------ offline
@@ -130,9 +133,10 @@ class _Teller:
             note("\r\x1b[K", end="")
 
 
-def _offline(directory: str, bytes_max: int, options: argparse.Namespace) -> int:
+def _offline(directory: str, bytes_max: int, key_file: str, options: argparse.Namespace) -> int:
     try:
         from kvstore.tiers.check import Check
+        from kvstore.tiers.encryption import DiskCipher
     except ModuleNotFoundError as missing:  # it comes with the daemon: workers have kvctl without it
         raise ConfigError(
             f"{missing.name} is not installed: this is the client alone",
@@ -142,7 +146,8 @@ def _offline(directory: str, bytes_max: int, options: argparse.Namespace) -> int
         ) from None
 
     tell = _Teller()
-    check = Check(os.path.abspath(directory), RealDisk(), bytes_max=bytes_max, tell=tell)
+    cipher = DiskCipher.read(key_file) if key_file else None
+    check = Check(os.path.abspath(directory), RealDisk(), bytes_max=bytes_max, cipher=cipher, tell=tell)
     try:
         found = check.run()
         tell.end()

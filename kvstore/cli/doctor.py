@@ -130,18 +130,21 @@ def ask_engine(engine: str, run_dir: str, timeout_s: float, arguments: Sequence[
     process = subprocess.Popen(
         [*command, "--", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+    late = False
     try:
         output, errors = process.communicate(timeout=ENGINE_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.communicate()
+        output, errors = process.communicate()
+        late = True
+    for line in output.splitlines(keepends=True):
+        if line.endswith("\n"):  # else it was cut short
+            yield Finding(**json.loads(line))
+    if late:
         yield Finding(
             engine, False, f"its doctor did not end within {ENGINE_S:.0f} s", "is the machine overloaded?"
         )
-        return
-    for line in output.splitlines():
-        yield Finding(**json.loads(line))
-    if not output:
+    elif not output:
         why = errors.strip().splitlines()[-1:] or [f"its doctor ended with {process.returncode}"]
         needed = {"vllm": "vLLM", "gpu": "the worker"}[engine]
         yield Finding(

@@ -37,6 +37,7 @@ from kvstore.core.events import (
     Bar,
     ChunksSettled,
     Effect,
+    Heeded,
     IndexUsage,
     Quarantined,
     Reply,
@@ -188,6 +189,10 @@ class State:
     """(mark of the tenant or empty, maker) of those whose chunks are stored no more, in this start and earlier ones."""
     dirty_bars: dict[tuple[bytes, bytes], None] = field(default_factory=dict)
     """Those that the index does not know yet."""
+    heeded: dict[str, Heeded] = field(default_factory=dict)
+    """By channel: how far its journal of forgets was carried out, as the index says, or is to say."""
+    dirty_heeded: dict[str, Millis] = field(default_factory=dict)
+    """Those that the index does not know yet; since when."""
     makers: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
     """Who is meant where several ranks each committed shards of one chunk: its maker is then a digest of theirs."""
     batch_min: int = field(init=False)

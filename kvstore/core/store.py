@@ -164,6 +164,7 @@ class Store:
             ev.ChunksStored: self.remote.ended,
             ev.ChunksForgotten: self.forgets.forgotten,
             ev.ForgottenElsewhere: self.forgets.elsewhere,
+            ev.PurgedBeyond: lambda event: self.forgets.purged_beyond(event.op),
             ev.SessionsShared: self.shared_sessions.shared,
             ev.SessionsLookedUp: self.shared_sessions.looked_up,
             ev.Tick: lambda _: self._tick(),

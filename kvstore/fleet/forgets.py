@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kvstore.core.events import ChunksForgotten, ForgetChunks
+from kvstore.config import PEERS
+from kvstore.core.events import ChunksForgotten, ForgetChunks, Heeded
 from kvstore.fleet.secret import TAG_BYTES, FleetSecret
-from kvstore.tiers.remote.backend import Book, StoreProblem
+from kvstore.tiers.remote.backend import Book, News, StoreProblem
 from kvstore.tiers.remote.records import Description
 from kvstore.tiers.remote.redis_tombstones import RedisTombstones
 from kvstore.tiers.remote.tombstones import Forgotten
@@ -22,8 +23,8 @@ KEPT_S = 30 * 24 * 3_600
 """A node that was away for longer takes all that it has for forgotten."""
 TIDY_S = 600.0
 
-News = Callable[[tuple[Forgotten, ...], int, float], None]
-"""(what others have forgotten, count, when it was asked by time.monotonic); digests are those of the fleet."""
+Heard = Callable[[News, float], None]
+"""(what others have forgotten, when it was asked by time.monotonic); digests are those of the fleet."""
 
 
 class FleetForgets:
@@ -32,15 +33,16 @@ class FleetForgets:
         secret: FleetSecret,
         path: str,
         *,
-        news: News,
+        news: Heard,
         done: Callable[[ChunksForgotten], None],
         within_s: float,
+        heeded: Heeded | None = None,
         is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
         """`news` and `done` are called on the registry's thread, `news` first; `within_s`: chunks of peers are refused
         when nothing was read for so long (0: never)."""
         self._secret = secret
-        self.book = Book(path, is_ours=is_ours)
+        self.book = Book(path, channel=PEERS, heeded=heeded, is_ours=is_ours)
         self._news = news
         self._done = done
         self._within_s = within_s
@@ -91,7 +93,7 @@ class FleetForgets:
             self._answer(effects, str(problem) or type(problem).__name__)
             raise
         self._read_at = asked_at
-        self._news(*self.book.take_news(), asked_at)
+        self._news(self.book.take_news(), asked_at)
         self._answer(effects, "")
         if time.monotonic() - self._tidied_at > TIDY_S:
             self._tidied_at = time.monotonic()

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvstore.config import PEERS, PEERS_JOURNAL, StoreConfig
-from kvstore.core.events import ForgottenElsewhere
+from kvstore.core.events import ForgottenElsewhere, Heeded
 from kvstore.errors import ConfigError
 from kvstore.fleet.client import PeerReads
 from kvstore.fleet.door import PeerDoor, PeerTls
@@ -38,7 +38,7 @@ from kvstore.fleet.sweep import Change, Sweep
 from kvstore.server.logs import fields
 from kvstore.server.loop import Loop
 from kvstore.tiers.base import SlotMemory
-from kvstore.tiers.remote.tombstones import Forgotten
+from kvstore.tiers.remote.backend import News
 from kvstore.types import ChunkKey, NamespaceId, WorkerId
 
 log = logging.getLogger(__name__)
@@ -147,10 +147,11 @@ class FleetNode:
         numbers: Iterator[int],
         boot: bytes,
         *,
+        heeded: Heeded | None = None,
         is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`loop` is asked when the node has started; `is_ours`: whether the folder of its journal still is this
-        daemon's. Raises ConfigError."""
+        """`loop` is asked when the node has started; `heeded`: how far its journal was carried out, as the index says;
+        `is_ours`: whether the folder of the journal still is this daemon's. Raises ConfigError."""
         self.name = node_name(config)
         alone = not config.registry_url and not config.peer_address  # it publishes events alone
         self.secret = (
@@ -187,6 +188,7 @@ class FleetNode:
                 news=self._heard,
                 done=lambda event: loop().post_threadsafe(event),
                 within_s=config.forget_within_s,
+                heeded=heeded,
                 is_ours=is_ours,
             )
         self.source = PeerSource(
@@ -221,7 +223,7 @@ class FleetNode:
                 advertised = f"{advertised[:-2]}:{self.server.port}"
         if self.forgets is not None:
             # What was read before a crash may not have left the index: it is heeded again.
-            self._forget(*self.forgets.book.take_news(), time.monotonic())
+            self._forget(self.forgets.book.take_news(), time.monotonic())
         if self._config.registry_url:
             self.registry = Registry(
                 self._config.registry_url,
@@ -376,8 +378,9 @@ class FleetNode:
                 return
         log.info("an operator's order is followed", extra=fields(order=dict(order)))
 
-    def _forget(self, forgotten: tuple[Forgotten, ...], count: int, asked_at: float) -> None:
+    def _forget(self, news: News, asked_at: float) -> None:
         """What other nodes have forgotten, by the digests that this node's namespaces have here."""
+        forgotten, count, reached = news
         ours: dict[bytes, bytes] = {}
         if any(digest for digest, _, _ in forgotten):
             for number, namespace in self._loop().store.state.namespaces.items():
@@ -390,7 +393,7 @@ class FleetNode:
             if not digest or digest in ours
         )
         age_ms = int(1_000 * (time.monotonic() - asked_at))
-        self._loop().post(ForgottenElsewhere(PEERS, meant, count, age_ms))
+        self._loop().post(ForgottenElsewhere(PEERS, meant, count, age_ms, reached))
 
     def _cancel(self) -> None:
         for task in (self._task, self._draining):
@@ -410,9 +413,9 @@ class FleetNode:
 
     # ------------------------------------------------------------------------------------------- from other threads
 
-    def _heard(self, forgotten: tuple[Forgotten, ...], count: int, asked_at: float) -> None:
+    def _heard(self, news: News, asked_at: float) -> None:
         assert self._asyncio is not None
-        self._asyncio.call_soon_threadsafe(self._forget, forgotten, count, asked_at)
+        self._asyncio.call_soon_threadsafe(self._forget, news, asked_at)
 
     def _offered(self, namespace: bytes, keys: Sequence[ChunkKey]) -> int:
         assert self._asyncio is not None

@@ -24,7 +24,7 @@ from typing import Any
 from kvstore.core import events as ev
 from kvstore.fleet.secret import TAG_BYTES, FleetSecret
 from kvstore.server.logs import fields
-from kvstore.types import KEY_BYTES_MAX, ChunkKey
+from kvstore.types import KEY_BYTES_MAX, ChunkKey, OpId
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ PENDING_MAX = 64
 
 NAMES_PER_SCAN = 1_000
 Effect = ev.ShareSessions | ev.LookUpSessions | ev.ForgetSessions
-Answer = ev.SessionsShared | ev.SessionsLookedUp
+Answer = ev.SessionsShared | ev.SessionsLookedUp | ev.PurgedBeyond
 
 SHARE = """
 local there = redis.pcall('GET', KEYS[1])
@@ -72,7 +72,7 @@ class FleetSessions:
         *,
         ttl_s: int,
         connect: Callable[[str], Any],
-        done: Callable[[ev.SessionsShared | ev.SessionsLookedUp], None],
+        done: Callable[[Answer], None],
         refused: Callable[[], str] = str,
     ) -> None:
         """`done` is called on the thread of its own; `refused`: why the registry must not be used, or nothing."""
@@ -85,7 +85,7 @@ class FleetSessions:
         self._done = done
         self._refused = refused
         self._client: Any = None
-        self._unforgotten: dict[bytes, None] = {}
+        self._unforgotten: dict[bytes, list[OpId]] = {}
         """Tenants (`keys.tenant_mark`) whose sessions are still to be removed."""
         self._effects: queue.Queue[Effect | None] = queue.Queue()
         self._ended = False
@@ -180,14 +180,15 @@ class FleetSessions:
 
     def _perform(self, effect: Effect) -> Answer | None:
         if isinstance(effect, ev.ForgetSessions):
-            self._unforgotten[effect.mark] = None
+            self._unforgotten.setdefault(effect.mark, []).append(effect.op)
         if why := self._refused():
             return self._failed(effect, why)
         if self._client is None:
             self._client = self._connect(self._url)
         for mark in list(self._unforgotten):  # before anything is told anew
             self._forget(mark)
-            del self._unforgotten[mark]
+            for op in self._unforgotten.pop(mark):
+                self._done(ev.PurgedBeyond(op))
         if isinstance(effect, ev.ForgetSessions):
             return None
         if isinstance(effect, ev.ShareSessions):

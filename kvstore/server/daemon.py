@@ -467,7 +467,8 @@ class Daemon:
         )
         self._learned.load(store.state.policy.recall)
         self._tier = tier
-        self._remote = self._open_remote() if self._has_remote else None
+        heeded = store.state.heeded
+        self._remote = self._open_remote(heeded.get(REMOTE_STORE)) if self._has_remote else None
         self._fleet = (
             FleetNode(
                 config,
@@ -475,6 +476,7 @@ class Daemon:
                 self._arena,
                 self._numbers,
                 self.boot_id,
+                heeded=heeded.get(PEERS),
                 is_ours=self._folder_is_ours,
             )
             if self._in_fleet
@@ -496,7 +498,7 @@ class Daemon:
             on_forget=lambda worker: self._descriptors.forget(worker),
             on_fatal=lambda: self._end(EXIT_BUG),
             on_disk=self._show_disk,
-            on_purged=lambda mark: self._schemas.purged(mark),
+            on_purged=lambda mark, done: self._schemas.purged(mark, done),
         )
         self._descriptors = DescriptorServer(
             config,
@@ -529,7 +531,7 @@ class Daemon:
             discard=self._regions.discard,
             record=self._record,
         )
-        schemas = SchemaFiles(config.ssd_dir)
+        schemas = SchemaFiles(config.ssd_dir, tier.cipher if tier else None)
         schemas.load()
         self._schemas = SchemaService(self._service, schemas)
         self._recorder = Recorder(store.state, self._observe)
@@ -562,12 +564,13 @@ class Daemon:
         )
         return store, tier
 
-    def _open_remote(self) -> RemoteTier:
+    def _open_remote(self, heeded: events.Heeded | None) -> RemoteTier:
         """Raises ConfigError."""
         return remote_opening.open_remote(
             self.config,
             self._arena,
             lambda event: self.loop.post_threadsafe(event),
+            heeded=heeded,
             is_ours=self._folder_is_ours,
         )
 
@@ -804,9 +807,10 @@ class Daemon:
             ]
             return f"off: without ssd_dir, {' and '.join(idle)} mean nothing" if idle else "off"
         state = self.loop.store.state
+        encrypted = ", encrypted" if config.ssd_key_file else ""
         return (
             f"{config.ssd_dir}, at most {config.ssd_bytes / 2**20:,.0f} MiB: {state.disk_state.name.lower()},"
-            f" {state.cold.count:,} chunks found, durable within {config.durable_within_ms} ms"
+            f" {state.cold.count:,} chunks found, durable within {config.durable_within_ms} ms{encrypted}"
         )
 
     def _catch_signals(self) -> None:

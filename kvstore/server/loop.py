@@ -88,7 +88,7 @@ class Loop:
         on_forget: Callable[[WorkerId], None],
         on_fatal: Callable[[], None],
         on_disk: Callable[[DiskState], None] = lambda _: None,
-        on_purged: Callable[[bytes], None] = lambda _: None,
+        on_purged: Callable[[bytes, Callable[[], None]], None] = lambda _, done: done(),
         clock: Callable[[], Millis] = monotonic_ms,
     ) -> None:
         self.store = store
@@ -153,7 +153,9 @@ class Loop:
             events.LookUpSessions: self._ask_source,
             events.ShareSessions: self._ask_source,
             events.ForgetSessions: self._ask_source,
-            events.TenantPurged: lambda effect: on_purged(effect.mark),
+            events.TenantPurged: lambda effect: on_purged(
+                effect.mark, lambda: self.post(events.PurgedBeyond(effect.op))
+            ),
             events.FetchChunks: self._ask_source,
             events.StoreChunks: self._ask_source,
             events.DropChunks: self._ask_source,

@@ -34,6 +34,7 @@ from kvstore.core.ssd.durability import Durability
 from kvstore.core.state import State
 from kvstore.core.transfers import Read, Transfers
 from kvstore.tiers.remote import records
+from kvstore.tiers.remote.tombstones import Journal
 from kvstore.types import ChunkKey, DiskResult, DiskState, NamespaceId, OpId, Outcome, Reason, StagedPiece
 
 Original = Callable[..., Any]
@@ -492,6 +493,21 @@ def _spares_ssd(original: Original) -> Any:
     return lambda forgets, row: original(forgets, row) if forgets.state.is_resident(row) else None
 
 
+def _heeds_none(original: Original) -> Any:
+    """A start takes what its journal says for carried out."""
+    return lambda journal, heeded: []
+
+
+def _heeds_all(original: Original) -> Any:
+    """Each start heeds all of its journal again."""
+    return lambda journal, heeded: original(journal, None)
+
+
+def _never_noted(original: Original) -> Any:
+    """Nothing is said of what was carried out."""
+    return lambda forgets: None
+
+
 REMOTE_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "over-remote-quota": (RemoteSaves, "_giving_way", _no_remote_quota),
     "any-record": (records, "refusal", _any_record),
@@ -499,10 +515,13 @@ REMOTE_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "record-too-new": (RemoteSaves, "_store", _too_new),
     "overwrite-newer-session": (SharedSessions, "_was_refused", _overwrites),
     "tell-derived-session": (SharedSessions, "_manifest", _told_whole),
+    "heed-all-again": (Journal, "behind", _heeds_all),
+    "heeded-unsaid": (Forgets, "_note_heeded", _never_noted),
 }
 """What only a run with a REMOTE store finds."""
 
 FLEET_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
+    "heed-none": (Journal, "behind", _heeds_none),
     "purge-spares-ssd": (Forgets, "purge_row", _spares_ssd),
 }
 """What only a run with other nodes finds."""

@@ -91,6 +91,7 @@ class Platter:
     sessions: dict[tuple[int, bytes], ev.SessionRecord] = field(default_factory=dict)
     makers: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
     bars: dict[tuple[bytes, bytes], ev.Bar] = field(default_factory=dict)
+    heeded: dict[str, ev.Heeded] = field(default_factory=dict)
     rotten: set[DiskPlace] = field(default_factory=set)
     """Records whose bytes changed on the medium, or whose slot was another's already when the daemon ended, and their
     deletion not in the index yet."""
@@ -142,7 +143,7 @@ class Platter:
             self._apply(part)
             if part.writes and self.usage.used > self.index_bytes:
                 assert before is not None
-                self.namespaces, self.chunks, self.sessions, self.makers, self.bars = before
+                self.namespaces, self.chunks, self.sessions, self.makers, self.bars, self.heeded = before
                 return False
             before = None if effect.deletes else _tables_of(self)
         return True
@@ -168,6 +169,7 @@ class Platter:
             self.namespaces[namespace.number] = namespace
         self.makers.update(effect.makers)
         self.bars.update(((bar.mark, bar.maker), bar) for bar in effect.bars)
+        self.heeded.update((one.channel, one) for one in effect.heeded)
         for chunk in effect.chunks:
             assert chunk.namespace in self.namespaces, chunk
             assert self.holds(chunk, after_power_cut=True) or self.is_rotten(chunk), chunk
@@ -206,6 +208,7 @@ class Platter:
             list(self.sessions.values()),
             self.makers,
             tuple(self.bars.values()),
+            tuple(self.heeded.values()),
             self.usage,
         )
 
@@ -232,13 +235,14 @@ def _session_bytes(session: ev.SessionRecord) -> int:
     return SESSION_ROW_BYTES + ENTRY_BYTES * len(session.entries)
 
 
-def _tables_of(platter: Platter) -> tuple[Any, Any, Any, Any, Any]:
+def _tables_of(platter: Platter) -> tuple[Any, Any, Any, Any, Any, Any]:
     return (
         platter.namespaces.copy(),
         platter.chunks.copy(),
         platter.sessions.copy(),
         platter.makers.copy(),
         platter.bars.copy(),
+        platter.heeded.copy(),
     )
 
 
@@ -246,9 +250,7 @@ def _parts(effect: ev.WriteIndex) -> list[ev.WriteIndex]:
     """The transactions of an effect: what goes goes in one, what is written in several."""
     if effect.deletes:
         return [effect]
-    parts = [
-        ev.WriteIndex(effect.op, (), namespaces=effect.namespaces, makers=effect.makers, bars=effect.bars)
-    ]
+    parts = [replace(effect, slabs=(), chunks=(), sessions=())]
     for start in range(0, len(effect.chunks), ROWS_PER_PART):
         parts.append(ev.WriteIndex(effect.op, (), chunks=effect.chunks[start : start + ROWS_PER_PART]))
     for start in range(0, len(effect.sessions), ROWS_PER_PART):

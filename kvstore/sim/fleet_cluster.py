@@ -10,11 +10,11 @@ here, or heard of.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import COMMITTED, DERIVED, NONE
 from kvstore.keys import tenant_mark
 from kvstore.tiers.remote import records
 from kvstore.tiers.remote.tombstones import Forgotten, Tombstones
@@ -22,12 +22,17 @@ from kvstore.types import ChunkKey, DiskResult, Found, NamespaceId, OpId
 
 from .disk import GARBAGE
 from .remote_cluster import OTHER_NODE, TROUBLES, WHOLE, Came, RemoteCluster
-from .world import tag
+from .world import CHUNK_TOKENS, tag
 
 PEERS = "peers"
 PEER_TROUBLES = (*("",) * 6, "gone", "fails", "flipped")
-HELD_SHARE = 0.5
+HELD_SHARE = 0.8
 """Of the chunks that this node asks for, those that the other one has computed, too."""
+SPELL_OPS = (10, 40, 160)
+"""So many ops beyond this node pass in fair weather or in foul: else sources were left alone for most of a run."""
+FOUL_SHARE = 0.4
+FORGET_SHARE = 0.04
+"""Of the look-ups at the other node: it forgets something then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,28 +57,32 @@ class FleetCluster(RemoteCluster):
         self.heeded = 0
         """Up to which count the other node has dropped what was forgotten."""
         self.registry = Tombstones()
-        """What the registry has,"""
-        self.known_peers = Tombstones()
-        """what this node has read there,"""
-        self.pending_peers: list[Forgotten] = []
-        """and what it is about to tell."""
-        self._peers_news: list[Forgotten] = []
+        """What the registry has; what this node has read there, and is about to tell, is in its journal."""
+        self._spell, self._foul = 0, False
         self._count_at: dict[OpId, int] = {}
         """What this node knew when it began to fetch."""
         super().__init__(listener, chance, **limits)
 
-    def _begin(self) -> list[ev.Effect]:
-        effects = super()._begin()
-        self._peers_news = [*self.known_peers.at]
-        return effects
+    @property
+    def known_peers(self) -> Tombstones:
+        return self.journals[PEERS].tombstones
 
     def delay_ms(self, op: Any, chance: random.Random) -> int:
         delay = super().delay_ms(op, chance)
+        self._spell -= 1
+        if self._spell < 0:
+            self._spell, self._foul = self.weather.choice(SPELL_OPS), self.weather.random() < FOUL_SHARE
+        if not self._foul:
+            delay = min(delay, 10)
         if isinstance(op, ev.ForgetChunks) and op.source == PEERS:
-            self.pending_peers += [one for one in op.forgotten if one not in self.pending_peers]
+            self._postpone(PEERS, op.forgotten)
         if isinstance(op, ev.FetchChunks) and op.source == PEERS:
             self._count_at[op.op] = self.known_peers.count
         return delay
+
+    def _trouble(self, troubles: Sequence[str]) -> str:
+        found = super()._trouble(troubles)
+        return found if self._foul or self.weather.random() < 0.2 else ""
 
     # --------------------------------------------------------------------------------------------------- performing
 
@@ -83,9 +92,12 @@ class FleetCluster(RemoteCluster):
         if not mine:
             super()._perform_op(effect, fails=fails, spoil=spoil)
             return
-        trouble = "" if self.calm else self.weather.choice(PEER_TROUBLES)
+        trouble = self._trouble(PEER_TROUBLES)
         if not self.calm and self.weather.random() < 0.3:
             self._other_node_heeds()
+        is_look_up = isinstance(effect, ev.LookUpChunks) and effect.namespace in self.store.state.namespaces
+        if is_look_up and not self.calm and self.weather.random() < FORGET_SHARE:
+            self._other_node_forgets(effect)
         match effect:
             case ev.LookUpChunks():
                 self._inbox.append(self._peer_looks_up(effect))
@@ -95,9 +107,8 @@ class FleetCluster(RemoteCluster):
                 self._inbox.append(self._tell_registry(effect, trouble))
         if self.weather.random() < 0.5:
             self._read_registry()
-        if self._peers_news:
-            news, self._peers_news = tuple(dict.fromkeys(self._peers_news)), []
-            self._inbox.append(ev.ForgottenElsewhere(PEERS, news, self.known_peers.count))
+        if self._news[PEERS] or isinstance(effect, ev.ForgetChunks):
+            self._inbox.append(self._tell_news(PEERS))
 
     def _peer_looks_up(self, effect: ev.LookUpChunks) -> ev.ChunksLookedUp:
         for key in effect.keys:
@@ -114,17 +125,16 @@ class FleetCluster(RemoteCluster):
         )
 
     def _other_node_computes(self, namespace: NamespaceId, digest: bytes, key: ChunkKey) -> None:
-        """The same chunk as this node has, or had: what it is was settled there."""
-        state = self.store.state
-        found = state.namespaces.get(namespace)  # none: it was asked whether anybody answers
-        row = found.index.get(key, NONE) if found is not None else NONE
-        if found is None or row == NONE or not state.chunks.flags[row] & COMMITTED:
+        """The chunk that a process here would make of this key, which says what it is (`processes.py`)."""
+        found = self.store.state.namespaces.get(namespace)  # none: it was asked whether anybody answers
+        if found is None:
             return
+        _, _, tail = key.partition(b" tail ")
         self._orders += 1
         self.peer_holds[digest, key] = Held(
             tuple(tag((namespace, key, shard), OTHER_NODE) for shard in range(found.shards)),
-            state.chunks.tokens[row],
-            bool(state.chunks.flags[row] & DERIVED),
+            int(tail) if tail else CHUNK_TOKENS,
+            key.find(b"derived") >= 0,
             (tenant_mark(found.tenant),),
             self._orders,
         )
@@ -149,9 +159,9 @@ class FleetCluster(RemoteCluster):
             if held is None or not good:
                 chunks.append(ev.FetchedChunk(result, why=f"it is {result.name}"))
                 continue
-            forgotten = self._forgotten_before(effect.digest, key, held.makers, heard=True)
+            forgotten = self._forgotten_before(effect.digest, key, held.makers, heard=True, is_peers=True)
             assert held.made_at > forgotten, f"a peer brings back what was forgotten: {key!r}"
-            came.append(Came(effect.namespace, key, held.contents, held.makers, held.made_at, True))
+            came.append(Came(effect.namespace, key, held.contents, held.makers, held.made_at, True, True))
             chunks.append(ev.FetchedChunk(result, held.contents, held.token_count, held.derived, held.makers))
         return ev.ChunksFetched(effect.op, tuple(chunks), self._count_at.pop(effect.op, 0))
 
@@ -163,7 +173,9 @@ class FleetCluster(RemoteCluster):
         )
         about: list[Forgotten] = [(digest, key, b""), (digest, WHOLE, b"")]
         about += [(b"", WHOLE, maker) for maker in held.makers]
-        return bool(self.known_peers.refuses(description)) or any(one in self.pending_peers for one in about)
+        return bool(self.known_peers.refuses(description)) or any(
+            one in self.journals[PEERS].pending for one in about
+        )
 
     # ------------------------------------------------------------------------------------------------------ forgets
 
@@ -172,24 +184,28 @@ class FleetCluster(RemoteCluster):
             return ev.ChunksForgotten(effect.op, "as told")
         self._read_registry()
         count = self.registry.count + 1
-        for one in self.pending_peers:
+        pending = self.journals[PEERS].pending
+        for one in pending:
             self.registry.add(one, count)
             self.known_peers.add(one, count)
-        self.pending_peers = []
+            self._is_heard_again(PEERS, one)
+        pending.clear()
         self.registry.count = self.known_peers.count = count
         return ev.ChunksForgotten(effect.op, "")
 
     def _read_registry(self) -> None:
-        for forgotten, count in self.registry.at.items():
-            if self.known_peers.at.get(forgotten, 0) < count:
-                self._peers_news.append(forgotten)
-            self.known_peers.add(forgotten, count)
+        self._read_elsewhere(PEERS, self.registry)
         self.known_peers.count = self.registry.count
 
-    def _other_node_forgets(self, effect: ev.FetchChunks | ev.StoreChunks) -> None:
+    def _other_node_forgets(self, effect: ev.LookUpChunks | ev.FetchChunks | ev.StoreChunks) -> None:
         """It tells both, and has dropped what it holds of it before."""
         before = dict(self.told.at)
         super()._other_node_forgets(effect)
+        here = sorted(key for number, key in self.platter.chunks if number == effect.namespace)
+        for key in self.weather.sample(here, min(len(here), self.weather.choice((0, 1, 4)))):
+            self.told.add((effect.digest, key, b""), self.told.count)  # at the count that it has just told of
+            self._others_at[effect.digest, key] = self.told.count
+            self._others_told_at[effect.digest, key] = self._orders
         count = self.registry.count + 1
         for one, at in self.told.at.items():
             if before.get(one, 0) < at:

@@ -17,7 +17,7 @@ from kvstore.core import events as ev
 from kvstore.core.chunks import NONE
 from kvstore.keys import is_tenant_mark, tenant_mark
 from kvstore.tiers.remote import records, tombstones
-from kvstore.tiers.remote.tombstones import Forgotten, Tombstones
+from kvstore.tiers.remote.tombstones import Forgotten, Journal, Tombstones
 from kvstore.types import ChunkKey, DiskResult, Found, NamespaceId, OpId, Tier, WorkerId
 
 from .cluster import OPS, Cluster
@@ -26,7 +26,7 @@ from .told_sessions import SESSION_OPS, ToldSessions
 from .world import tag
 
 REMOTE_OPS = (
-    *(ev.LookUpChunks, ev.FetchChunks, ev.StoreChunks, ev.ForgetChunks, ev.DropChunks),
+    *(ev.LookUpChunks, ev.FetchChunks, ev.StoreChunks, ev.ForgetChunks, ev.DropChunks, ev.TenantPurged),
     *SESSION_OPS,
 )
 OTHER_NODE = 9
@@ -53,6 +53,7 @@ class Came:
     made_at: int
     heeds: bool
     """Whoever made it would have heeded what this node has heard of."""
+    is_peers: bool = False
 
 
 class RemoteCluster(Cluster):
@@ -65,10 +66,8 @@ class RemoteCluster(Cluster):
         """Records by name."""
         self.told = Tombstones()
         """What the store has,"""
-        self.known = Tombstones()
-        """what this node knows, over its restarts,"""
-        self.pending: list[Forgotten] = []
-        """and what it has noted and not told."""
+        self.journals = {name: Journal() for name in self.SOURCES}
+        """and what this node knows, and has noted and not told, over its restarts, by channel."""
         self._copy: tuple[dict[str, bytes], Tombstones] = ({}, Tombstones())
         self.weather = random.Random(f"remote {chance.random()}")
         self.sessions = ToldSessions(random.Random(f"sessions {chance.random()}"))
@@ -77,8 +76,17 @@ class RemoteCluster(Cluster):
         """From now on nothing goes wrong."""
         self._emitted: dict[OpId, int] = {}
         """When the core asked for it, by the same count as the records' times."""
-        self._news: list[Forgotten] = []
+        self._news: dict[str, list[Forgotten]] = {name: [] for name in self.SOURCES}
         """What this node has read that another one forgot, and the core was not told of."""
+        self._told_of: dict[str, ev.Heeded | None] = {}
+        """How far the core was told that each journal goes."""
+        self._saved_at: dict[tuple[NamespaceId, ChunkKey], int] = {}
+        """When each chunk was committed last."""
+        self._numbers: dict[bytes, set[NamespaceId]] = {}
+        """Of each namespace, by its salt, those that it had before a crash: one that nothing was stored of yet gets
+        another one then, and what was put elsewhere has the content of the first."""
+        self.purged_beyond: set[bytes] = set()
+        """Marks of the tenants of which the edge has removed what it kept."""
         self._came: dict[OpId, list[Came]] = {}
         self._orders = 0
         self._written_at: dict[bytes, int] = {}
@@ -86,16 +94,21 @@ class RemoteCluster(Cluster):
         self._forgotten_at: dict[tuple[bytes, ChunkKey], int] = {}
         self._heeded_at: dict[tuple[bytes, ChunkKey], int] = {}
         """When the core was told that another node has forgotten it."""
+        self._heeded_count: dict[tuple[str, Forgotten], int] = {}
+        """By channel: the count of each forget when the core was told of it. A start may tell of it again."""
         self._others_at: dict[tuple[bytes, ChunkKey], int] = {}
         """At which count another node has forgotten it last."""
+        self._others_told_at: dict[tuple[bytes, ChunkKey], int] = {}
+        """And when."""
         self._of_others: set[bytes] = set()
         """Records that another node has written."""
         self._purge_asked: dict[tuple[WorkerId, int], int] = {}
         """By request: when a purge was asked for."""
         self._purged_at: dict[bytes, int] = {}
         """By mark of the tenant: when what was answered as purged was asked for."""
-        self._marks_heard: list[tuple[bytes, int]] = []
-        """Tenants that another node has purged, and the time when the core heard of it, that it has yet to heed."""
+        self._marks_heard: list[tuple[bytes, int, bool]] = []
+        """Tenants that another node has purged, and the time when the core heard of it, perhaps again, that it has yet
+        to heed."""
         super().__init__(
             listener,
             chance,
@@ -123,9 +136,82 @@ class RemoteCluster(Cluster):
         self.hold = {*OPS, *REMOTE_OPS}
         self.sessions.begins()
         self._sharing.clear()
+        self._emitted.clear()  # numbers of ops begin anew
         self._marks_heard.clear()
-        self._news = [*self.known.at]  # as the journal says it: it may not have left the index
+        for name, journal in self.journals.items():
+            self._news[name] = journal.behind(self.store.state.heeded.get(name))
         return effects
+
+    @property
+    def known(self) -> Tombstones:
+        return self.journals["remote"].tombstones
+
+    @property
+    def pending(self) -> dict[Forgotten, None]:
+        return self.journals["remote"].pending
+
+    def crash(self, chance: random.Random | None = None, *, power: bool = False, **changed: Any) -> None:
+        """And what the journals say that the index may still have goes, before anything is served."""
+        for namespace in self.store.state.namespaces.values():
+            self._numbers.setdefault(namespace.salt, set()).add(namespace.id)
+        super().crash(chance, power=power, **changed)
+        promised = set(self.promised)
+        may_go = {chunk for chunk in promised if self._is_to_be_heeded(*chunk)}
+        for name in self.SOURCES:
+            self.step(self._tell_news(name))
+        while self.store.forgets.going or self.store.recalls.going:
+            self.step(ev.Idle())
+        lost = promised - self.promised - may_go
+        assert not lost, f"saved after they were forgotten, and dropped by a start: {lost}"
+        for chunk in self.platter.chunks:
+            self._check_restored(NamespaceId(chunk[0]), chunk[1])
+
+    def _is_to_be_heeded(self, namespace: NamespaceId, key: ChunkKey) -> bool:
+        """Whether a forget of it was not carried out to the end, as far as the index knows."""
+        found = self.store.state.namespaces[namespace]
+        mark = tenant_mark(found.tenant)
+        for name, journal in self.journals.items():
+            heeded = self.platter.heeded.get(name)
+            for (digest, forgotten, maker), position in journal.positions.items():
+                behind = heeded is None or heeded.journal != journal.name or position > heeded.position
+                about = digest == found.salt and forgotten in (key, WHOLE)
+                if behind and (about or maker == mark or (maker and not is_tenant_mark(maker))):
+                    return True
+        return False
+
+    def _check_restored(self, namespace: NamespaceId, key: ChunkKey) -> None:
+        """What the index brought back was saved after every forget that the core was told of."""
+        state = self.store.state
+        found = state.namespaces.get(namespace)
+        row = found.index.get(key, NONE) if found is not None else NONE
+        if found is None or row == NONE or not state.is_usable(row):
+            return
+        mark = tenant_mark(found.tenant)
+        names = ((found.salt, key), (found.salt, WHOLE), (mark, WHOLE))
+        forgotten = max(self._heeded_at.get(name, -1) for name in names)
+        assert self._saved_at[namespace, key] > forgotten, f"a start brings back what was forgotten: {key!r}"
+
+    def _note_committed(self, shard: Any, what: int) -> None:
+        super()._note_committed(shard, what)
+        self._orders += 1
+        self._saved_at[shard[0], shard[1]] = self._orders
+
+    def _tell_news(self, name: str) -> ev.ForgottenElsewhere:
+        """In the order in which it was read; or that nothing is new."""
+        journal = self.journals[name]
+        news, self._news[name] = tuple(dict.fromkeys(self._news[name])), []
+        self._told_of[name] = reached = journal.reached(name)
+        return ev.ForgottenElsewhere(name, news, journal.tombstones.count, heeded=reached)
+
+    def _read_elsewhere(self, name: str, told: Tombstones, *, is_other: bool = False) -> None:
+        """As `Book.learn`."""
+        journal = self.journals[name]
+        for forgotten, count in told.at.items():
+            known = journal.tombstones.at.get(forgotten, 0)
+            if known < count or (is_other and known != count):
+                journal.note(forgotten)
+                self._news[name].append(forgotten)
+            journal.tombstones.add(forgotten, count)
 
     def delay_ms(self, op: Any, chance: random.Random) -> int:
         """Now and then beyond the deadline of the core."""
@@ -136,9 +222,19 @@ class RemoteCluster(Cluster):
             self.sessions.emitted(op, self.store)
         if isinstance(op, ev.ForgetChunks) and op.source == "remote":
             padded = [(digest, key, maker and maker.ljust(16)) for digest, key, maker in op.forgotten]
-            self.pending += [one for one in padded if one not in self.pending]
+            self._postpone("remote", padded)
         usual: int = chance.choice((0, 1, 3, 10))
         return usual if self.calm else usual + chance.choice((*(0,) * 12, 50, 350, 1_500))
+
+    def _postpone(self, name: str, forgotten: Sequence[Forgotten]) -> None:
+        for one in forgotten:
+            self.journals[name].pending[one] = None
+            self.journals[name].note(one)
+            self._is_heard_again(name, one)  # it is this node's own
+
+    def _trouble(self, troubles: Sequence[str]) -> str:
+        """What goes wrong with an op of the source; empty: nothing."""
+        return "" if self.calm else self.weather.choice(troubles)
 
     # --------------------------------------------------------------------------------------------------- performing
 
@@ -146,7 +242,7 @@ class RemoteCluster(Cluster):
         if not isinstance(effect, REMOTE_OPS):
             super()._perform_op(effect, fails=fails, spoil=spoil)
             return
-        trouble = "" if self.calm else self.weather.choice(self.TROUBLES)
+        trouble = self._trouble(self.TROUBLES)
         if trouble == "another node" and isinstance(effect, ev.FetchChunks | ev.StoreChunks):
             self._other_node_forgets(effect)
         match effect:
@@ -159,15 +255,17 @@ class RemoteCluster(Cluster):
             case ev.ForgetChunks():
                 self._inbox.append(ev.ChunksForgotten(effect.op, self._forget_away(trouble)))
             case ev.ForgetSessions():
-                self.sessions.forget(effect)
+                self._inbox.append(self.sessions.forget(effect))
+            case ev.TenantPurged():
+                self.purged_beyond.add(effect.mark)
+                self._inbox.append(ev.PurgedBeyond(effect.op))
             case ev.ShareSessions() | ev.LookUpSessions():
                 self._inbox.append(self.sessions.perform(effect, trouble))
             case ev.DropChunks():
                 for key in effect.keys:
                     self.remote.pop(records.name_of(effect.digest, key, 0, SALT), None)
-        if self._news:
-            news, self._news = tuple(dict.fromkeys(self._news)), []
-            self._inbox.append(ev.ForgottenElsewhere("remote", news, self.known.count))
+        if self._news["remote"] or isinstance(effect, ev.ForgetChunks):
+            self._inbox.append(self._tell_news("remote"))
 
     def _look_up(self, effect: ev.LookUpChunks, trouble: str) -> ev.ChunksLookedUp:
         if trouble == "fails":
@@ -277,13 +375,19 @@ class RemoteCluster(Cluster):
         forgotten = self._forgotten_before(digest, key, makers, heard=record not in self._of_others)
         assert self._written_at.get(record, 1 << 60) > forgotten, f"what was forgotten comes back: {key!r}"
 
-    def _forgotten_before(self, digest: bytes, key: ChunkKey, makers: Sequence[bytes], *, heard: bool) -> int:
-        """When it was forgotten last: here, and answered so; or by another node, which this one has heard of."""
+    def _forgotten_before(
+        self, digest: bytes, key: ChunkKey, makers: Sequence[bytes], *, heard: bool, is_peers: bool = False
+    ) -> int:
+        """When it was forgotten last: here, and answered so; or by another node, which this one has heard of. A peer
+        has dropped what it holds (`is_peers`) when it forgot, not when this node heard of it."""
         times = [self._forgotten_at.get((digest, key), -1)]
         times += [self._purged_at.get(maker, -1) for maker in makers]
-        if heard:
-            times.append(self._heeded_at.get((digest, key), -1))
-            times += [self._heeded_at.get((maker, WHOLE), -1) for maker in makers]
+        for name in ((digest, key), (digest, WHOLE), *((maker, WHOLE) for maker in makers)) if heard else ():
+            heeded, told = self._heeded_at.get(name, -1), self._others_told_at.get(name, -1)
+            if not is_peers:
+                times.append(heeded)
+            elif heeded > told:
+                times.append(told)
         return max(times)
 
     def _describe(self, effect: ev.StoreChunks, number: int, shard: int, content: int) -> bytes:
@@ -360,18 +464,17 @@ class RemoteCluster(Cluster):
                 asked = self._emitted.get(effect.op, self._orders)
                 assert heeded < asked, f"a record is to outlive a forget: {key!r}"
 
-    def _other_node_forgets(self, effect: ev.FetchChunks | ev.StoreChunks) -> None:
+    def _other_node_forgets(self, effect: ev.LookUpChunks | ev.FetchChunks | ev.StoreChunks) -> None:
         """One of these keys, or all of their namespace, or of their tenant."""
         key = self.weather.choice((*effect.keys, *effect.keys, WHOLE))
         count = self.told.count + 1
+        one, name = (effect.digest, key, b""), (effect.digest, key)
         if key == WHOLE and self.weather.random() < 0.5:
             mark = tenant_mark(self.store.state.namespaces[effect.namespace].tenant)
-            self.told.add((b"", WHOLE, mark), count)
-            self._others_at[mark, WHOLE] = count
-        else:
-            self.told.add((effect.digest, key, b""), count)
-            self._others_at[effect.digest, key] = count
+            one, name = (b"", WHOLE, mark), (mark, WHOLE)
         self._orders += 1
+        self.told.add(one, count)
+        self._others_at[name], self._others_told_at[name] = count, self._orders
         self.told.count, self.told.head = count, f"{self._orders}"
 
     def _lose_unread(self) -> None:
@@ -384,9 +487,14 @@ class RemoteCluster(Cluster):
             self._orders += 1
             self._purge_asked.setdefault((event.ticket.worker, event.ticket.request_id), self._orders)
         super().step(event)
+
+    def _applied(self, event: ev.Event) -> None:
+        super()._applied(event)
         if isinstance(event, ev.ForgottenElsewhere):
-            marks = [maker for _, _, maker in event.forgotten if is_tenant_mark(maker)]
-            self._marks_heard += [(mark, self.store.state.now) for mark in marks]
+            marks = [one for one in event.forgotten if is_tenant_mark(one[2])]
+            self._marks_heard += [
+                (one[2], self.store.state.now, self._is_heard_again(event.source, one)) for one in marks
+            ]
         if self._marks_heard and not (self.store.forgets.going or self.store.recalls.going):
             self._check_marks_heeded()
         if isinstance(event, ev.SessionsShared):
@@ -399,18 +507,34 @@ class RemoteCluster(Cluster):
         if self.store.forgets.makers:
             return
         self._orders += 1
-        for mark, heard_at in self._marks_heard:
+        for mark, heard_at, is_again in self._marks_heard:
             namespaces = self.store.state.namespaces.values()
             self.check_purged({each.id for each in namespaces if tenant_mark(each.tenant) == mark}, heard_at)
-            self._heeded_at[mark, WHOLE] = self._orders
+            self._note_heeded(mark, WHOLE, is_again=is_again)
         self._marks_heard.clear()
+
+    def _is_heard_again(self, source: str, forgotten: Forgotten) -> bool:
+        """Whether this is the forget that the core was told of before."""
+        count = self.journals[source].tombstones.at.get(forgotten, 0)
+        before = self._heeded_count.get((source, forgotten))
+        self._heeded_count[source, forgotten] = count
+        return before == count
+
+    def _note_heeded(self, of: bytes, key: ChunkKey, *, is_again: bool) -> None:
+        """What was made since the core heard of it for the first time may be served, there and here."""
+        if not is_again:
+            self._heeded_at[of, key] = self._orders
 
     def _check_heeded(self, event: ev.ForgottenElsewhere) -> None:
         """Nothing of it is served; what this node asked to be written before may not come back."""
         self._orders += 1
         state = self.store.state
-        for digest, key, _ in event.forgotten:
-            self._heeded_at[digest, key] = self._orders
+        for forgotten in event.forgotten:
+            digest, key, maker = forgotten
+            if maker:
+                continue
+            is_again = self._is_heard_again(event.source, forgotten)
+            self._note_heeded(digest, key, is_again=is_again)
             for namespace in state.namespaces.values():
                 if namespace.salt != digest:
                     continue
@@ -418,24 +542,21 @@ class RemoteCluster(Cluster):
                     row = namespace.index.get(each, NONE)
                     hit = row != NONE and state.is_hit(row)
                     assert not hit, f"what another node has forgotten is served: {each!r}"
-                    self._heeded_at[digest, each] = self._orders
+                    self._note_heeded(digest, each, is_again=is_again)
 
     def _catch_up(self) -> bool:
         """False: the store is not the one that the node knew, and was told."""
         is_other = self.told.count < self.known.count or (
             self.told.count == self.known.count and self.told.head != self.known.head
         )
-        for forgotten, count in self.told.at.items():
-            if self.known.at.get(forgotten, 0) < count:
-                self._news.append(forgotten)
-            self.known.add(forgotten, count)
+        self._read_elsewhere("remote", self.told, is_other=is_other)
         if is_other:
             self._tell(list(self.known.at))
             return False
         self.known.count, self.known.head = self.told.count, self.told.head
         if self.pending:
-            self._tell(self.pending)
-            self.pending = []
+            self._tell(list(self.pending))
+            self.pending.clear()
         return True
 
     def _tell(self, forgotten: list[Forgotten]) -> None:
@@ -443,6 +564,7 @@ class RemoteCluster(Cluster):
         for one in forgotten:
             self.told.add(one, count)
             self.known.add(one, count)
+            self._is_heard_again("remote", one)
         self._orders += 1
         self.told.count = self.known.count = count
         self.told.head = self.known.head = f"{self._orders}"
@@ -467,11 +589,16 @@ class RemoteCluster(Cluster):
                 start = state.chunks.shard0[row]
                 kept = tuple(state.chunks.shard_checksum[start : start + len(contents)])
                 if kept == contents:
-                    forgotten = self._forgotten_before(namespace.salt, key, came.makers, heard=came.heeds)
+                    forgotten = self._forgotten_before(
+                        namespace.salt, key, came.makers, heard=came.heeds, is_peers=came.is_peers
+                    )
                     assert came.made_at > forgotten, f"what was forgotten on its way is served: {key!r}"
                     for number, content in enumerate(contents):
                         shard = (namespace_id, key, number)
-                        written = (shard, content) in self.ever or content == tag(shard, OTHER_NODE)
+                        numbers = self._numbers.get(namespace.salt, set()) | {namespace_id}
+                        names = [(each, key, number) for each in numbers]
+                        written = any((name, content) in self.ever for name in names)
+                        written = written or content in [tag(name, OTHER_NODE) for name in names]
                         assert written, f"nobody ever wrote this for {shard}"
                         self._note_committed(shard, content)
         super()._perform_all(effects)
@@ -511,5 +638,10 @@ class RemoteCluster(Cluster):
         sources, remote, forgets = self.store.sources, self.store.remote, self.store.forgets
         assert not (sources.fetches or sources.parked or sources.wanted or sources._ahead), sources
         assert not remote.stores and not forgets.behind, (remote, forgets)
+        assert not forgets.purging, forgets
+        for name, reached in self._told_of.items():
+            assert self.platter.heeded.get(name) == reached, (name, reached, self.platter.heeded)
+        purged = {name for name, key in self._heeded_at if key == WHOLE and is_tenant_mark(name)}
+        assert self.purged_beyond >= purged | self._purged_at.keys(), purged
         shared = self.store.shared_sessions
         assert not (shared.telling or shared.asking or shared.changed or shared._wanted), shared

@@ -81,7 +81,7 @@ class RemoteWorld(DiskWorld):
                     self._forget_elsewhere(effect)
                 self._inbox.append(ev.ChunksForgotten(effect.op, fails))
             case ev.ForgetSessions():
-                self.sessions.forget(effect)
+                self._inbox.append(self.sessions.forget(effect))
             case ev.ShareSessions() | ev.LookUpSessions():
                 self._inbox.append(self.sessions.perform(effect, "fails" if fails else ""))
             case _:

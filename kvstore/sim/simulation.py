@@ -40,6 +40,8 @@ IDLE_SHARE = 0.5
 """Of the requests after which the daemon finds time for what will be wanted next."""
 REST_SHARE = 0.1
 """Of these, those after which it has time for all of that: in so many steps at most."""
+KILLED_WHEN_HEARD_SHARE = 0.25
+"""Of the forgets that a node of a fleet hears of."""
 IDLE_STEPS_MAX = 500
 REST_STEPS_MAX = 200_000
 """A run that does not come to rest within so many steps hangs,"""
@@ -94,6 +96,7 @@ class Simulation:
         self.only = only
         self.random = random.Random(f"simulation {seed}")
         self._idle = random.Random(f"idle {seed}")
+        self._heard = random.Random(f"heard {seed}")
         drawn = self.random.choice(list(Protection))  # also if it is given: a run is the same if it is named
         self.protection = protection or drawn
         self.tier = tier or random.Random(f"tier {seed}").choice(("ssd", "ssd", "memory"))
@@ -127,11 +130,12 @@ class Simulation:
         """Processes whose connection is closed: they live on with their mappings."""
         chance = self.random
         index = random.Random(f"index {seed}")
-        most = 4 if self.tier == "fleet" else 32  # what is here still is not asked of others
+        most = 4 if self.tier == "fleet" else 32  # slab files: what is here still is not asked of others
+        widest = 16 if self.tier == "fleet" else 32
         self.cluster = CLUSTERS[self.tier](
             self,
             random.Random(f"disk {seed}"),
-            segments=min(most, chance.choice((8, 16, 24, 32))),
+            segments=min(widest, chance.choice((8, 16, 24, 32))),
             segment_bytes=16 * PAGE,
             slabs=min(most, chance.choice((6, 18, 24, 32))),
             slab_slots=24,
@@ -417,11 +421,24 @@ class Simulation:
             self.after(self._until["disk_hangs"] - self.clock, lambda: self._perform(op, boot))
             return
         for report in self.cluster.perform(op, fails=self._fails(op)):
-            self.after(self.random.choice((0, 0, 1, 5)), partial(self._report, report, boot))
+            late = self.random.choice((0, 0, 1, 5))
+            if isinstance(report, ev.ForgottenElsewhere):
+                late = 0  # what was read is told in that order
+            self.after(late, partial(self._report, report, boot))
 
     def _report(self, event: ev.Event, boot: int) -> None:
-        if boot == self._boots:
-            self.cluster.step(event)
+        if boot != self._boots:
+            return
+        self.cluster.step(event)
+        is_heard = isinstance(event, ev.ForgottenElsewhere) and event.forgotten and self.tier == "fleet"
+        if is_heard and self._heard.random() < KILLED_WHEN_HEARD_SHARE:
+            self.after(self._heard.choice((0, 2, 10, 40, 200)), partial(self._killed_when_heard, boot))
+
+    def _killed_when_heard(self, boot: int) -> None:
+        """The daemon is killed while what it has heard of is about to leave the index, or has just left it."""
+        if boot == self._boots and not self.healed:
+            self.totals["killed when it heard of a forget"] += 1
+            self._restart(power=False)
 
     def _fails(self, op: Any) -> str:
         if isinstance(op, ev.CreateSegment):

@@ -69,8 +69,9 @@ class ToldSessions:
                 goes_on = bool(refused.there) and told.keys[: len(refused.there)] == refused.there
                 assert goes_on or told.version > refused.version, f"what is newer would be lost: {told}"
 
-    def forget(self, effect: ev.ForgetSessions) -> None:
+    def forget(self, effect: ev.ForgetSessions) -> ev.PurgedBeyond:
         self.there = {place: there for place, there in self.there.items() if place[1] != effect.mark}
+        return ev.PurgedBeyond(effect.op)
 
     def perform(self, effect: ev.ShareSessions | ev.LookUpSessions, trouble: str) -> ev.Event:
         if trouble == "wiped":

@@ -545,16 +545,21 @@ class World:
                     del self.memory[effect.segment], self.cells[effect.segment]
                 case ev.ForgetWorker():  # a copy that still runs keeps its view of the staging memory
                     self._forget_leases(effect.worker)
-                case ev.DropStaging() | ev.Quarantined() | ev.DuplicateDiffers() | ev.TenantPurged():
+                case ev.DropStaging() | ev.Quarantined() | ev.DuplicateDiffers():
                     pass
                 case _ if type(effect) in self.hold:
                     self.held.append(effect)
                 case _:
                     self._perform_op(effect)  # type: ignore[arg-type]
 
-    def _perform_op(self, effect: Op | ev.CreateSegment, *, fails: str = "", spoil: int = 0) -> None:
+    def _perform_op(
+        self, effect: Op | ev.CreateSegment | ev.TenantPurged, *, fails: str = "", spoil: int = 0
+    ) -> None:
         checksums: list[int] = []
         match effect:
+            case ev.TenantPurged():
+                self._inbox.append(ev.PurgedBeyond(effect.op))
+                return
             case ev.CreateSegment():
                 if fails:
                     self._inbox.append(ev.SegmentFailed(effect.op, fails))

@@ -46,6 +46,7 @@ from kvstore.errors import ConfigError, Unavailable
 from kvstore.tiers import format
 from kvstore.tiers.directory import DirectoryLock
 from kvstore.tiers.disk_port import Disk, describe, write_all
+from kvstore.tiers.encryption import OTHER_KEY, DiskCipher
 from kvstore.tiers.format import Defect, SlabHeader
 from kvstore.tiers.index import DATA_FILE, TABLES, SlabRow, Table, assemble_session, room_for_rows
 from kvstore.tiers.io_pool import Result
@@ -139,13 +140,16 @@ class Check:
         disk: Disk,
         *,
         bytes_max: int = 0,
+        cipher: DiskCipher | None = None,
         tell: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
-        """Takes the directory for itself. `bytes_max`: the cap, 0 if it is not known; `tell` is called now and then."""
+        """Takes the directory for itself. `bytes_max`: the cap, 0 if it is not known; `cipher`: of a directory that is
+        encrypted; `tell` is called now and then."""
         self._directory = directory
         self._index_dir = os.path.join(directory, INDEX_DIR)
         self._disk = disk
         self._bytes_max = bytes_max
+        self._cipher = cipher
         self._tell = tell
         self._began = time.monotonic()
         self.found = Findings(directory)
@@ -275,6 +279,13 @@ class Check:
                 if isinstance(bar, Defect):
                     where = f"barred maker {key.removeprefix(format.BARRED_PREFIX).hex()}"
                     self._row("meta", key, Problem("maker", where, f"its row {bar.value}", ROW))
+            elif key.startswith(format.HEEDED_PREFIX):
+                heeded = format.decode_heeded(key, value)
+                if isinstance(heeded, Defect):
+                    where = f"forgets of {key.removeprefix(format.HEEDED_PREFIX).decode('ascii', 'replace')}"
+                    self._row("meta", key, Problem("forgets", where, f"its row {heeded.value}", ROW))
+            elif key == format.KEY_ID:
+                self._check_key(key, value)
             elif not isinstance(number, Defect):
                 meta[key.decode("ascii", "backslashreplace")] = number
         meta.setdefault("next_slab", 0)  # written with the first slab: until then nothing was stored
@@ -298,6 +309,18 @@ class Check:
         self._next_slab = meta["next_slab"]
         self._boot_count = meta["boot_count"]
         self._next_generation = (self._boot_count + 1) << 32
+
+    def _check_key(self, key: bytes, value: bytes) -> None:
+        key_id = format.decode_key_id(value)
+        if isinstance(key_id, Defect):
+            self._row("meta", key, Problem("index", "meta.key", f"its row {key_id.value}", ROW))
+        elif self._cipher is None or key_id not in self._cipher:
+            raise ConfigError(
+                f"is encrypted with the key {key_id.hex()}, without which nothing in it can be verified",
+                field="ssd_dir",
+                value=self._directory,
+                remedy="name the file that has it: --ssd-key-file",
+            )
 
     def _check_slabs(self) -> None:
         _allow_open_files(sum(name.endswith(".kvs") for name in self._disk.names(self._directory)))
@@ -477,6 +500,7 @@ class Check:
             direct=self._direct,
             first_generation=self._next_generation,
             window_bytes=WINDOW_BYTES,
+            cipher=self._cipher,
         )
         self._salts = {_salt(namespace): number for number, namespace in namespaces.items()}
         named = {row.slab: bytearray(row.slots) for row in self._slabs.values()}
@@ -495,9 +519,8 @@ class Check:
                 for (key, _), problem in zip(mine, wrong, strict=True):
                     if problem is not None and problem.kind == REUSED:
                         self._delete["chunks"].add(key)
-                        self._note(
-                            f"{problem.where}: {problem.what} (a crash leaves that; --fix deletes the row)"
-                        )
+                        why = "" if problem.what.endswith(OTHER_KEY) else "a crash leaves that; "
+                        self._note(f"{problem.where}: {problem.what} ({why}--fix deletes the row)")
                     elif problem is not None and not problem.fixable:
                         self._problem(problem)
                     elif problem is not None:
@@ -591,7 +614,7 @@ class Check:
         fd, offset = self._fds[row.slab], format.slot_offset(row.slot_bytes, slot)
         try:
             result = verifier.check(fd, offset, record, generation)
-            if result.result is not DiskResult.REUSED:
+            if result.result is not DiskResult.REUSED or result.why == OTHER_KEY:
                 return result
             header = verifier.header(fd, offset)
         except OSError as problem:

@@ -18,7 +18,8 @@ Slab file `slab-%08d.kvs`: one page of header, then `slots` slots of `slot_bytes
      48   -  zeros                    48  16  maker
                                       64  32  namespace: digest of tenant, spec and epoch
                                       96  64  key, then zeros
-                                     160  88  zeros
+                                     160  32  sealing of an encrypted payload, or zeros (`encryption.py`)
+                                     192  56  zeros
                                      248   8  seal
                                      256   -  zeros up to header bytes; payload; zeros up to a multiple of 4096
 
@@ -29,10 +30,13 @@ Index tables (LMDB, `<ssd_dir>/index`):
 
     meta         name                            -> u64: "format", "direct", "slab_bytes", "boot_count",
                                                     "next_slab", "probe"
+                 "key"                           -> id of the key that encrypts, 4 bytes, if any ever did; seal
                  "makers:", 16 bytes             -> 16 bytes each of the makers that these 16 bytes stand for in
                                                     chunks that several ranks committed; seal
                  "barred:", 16 bytes, 16 bytes   -> u8: 1 if all that it made is to go, 0 if it only makes no more;
                                                     seal. The mark of a tenant, or zeros for all, and a maker
+                 "heeded:", channel              -> 16 bytes that name a journal of forgets, u64 position in it up to
+                                                    which all of it has left the index; seal
     slabs        u32 number                      -> u64 slot bytes, u64 slots, seal
     namespaces   u32 number                      -> strings (u32 length, bytes): tenant, model, weights digest, layout
                                                     fingerprint, adapter digest, KV scales digest, hash protocol, salt;
@@ -76,13 +80,19 @@ NO_MAKER = bytes(MAKER_BYTES)
 """How an unknown maker, b"", is stored."""
 MAKERS_PREFIX = b"makers:"
 BARRED_PREFIX = b"barred:"
+HEEDED_PREFIX = b"heeded:"
+JOURNAL_BYTES = 16
+KEY_ID = b"key"
 SESSION_PAGE_ENTRIES = 250
 """With keys of 32 bytes a page of a session fills two pages of LMDB."""
 
 _U64 = struct.Struct("<Q")
 _SLAB_HEADER = struct.Struct("<8sIIIIQQ")
 _SLAB_MAGIC = b"KVSSLAB\0"
-_RECORD_HEADER = struct.Struct("<8sIIQQQII16s32s64s88x")
+_RECORD_HEADER = struct.Struct("<8sIIQQQII16s32s64s")
+RECORD_ABOUT_BYTES = _RECORD_HEADER.size
+"""What a record header says of its payload: all that is before the sealing."""
+_SEALING = struct.Struct("<32s56x")
 _RECORD_MAGIC = b"KVSRECRD"
 _SLAB_VALUE = struct.Struct("<QQ")
 _CHUNK_HEAD = struct.Struct("<II16s")
@@ -181,24 +191,29 @@ class RecordHeader:
     record: Record
     generation: int
     header_bytes: int
+    sealing: bytes = b""
+    """Of a payload that is encrypted."""
 
 
-def encode_record_header(record: Record, generation: int, *, direct: bool) -> bytes:
+def encode_record_header(record: Record, generation: int, *, direct: bool, sealing: bytes = b"") -> bytes:
     """RECORD_HEADER_BYTES bytes, also with direct I/O, where zeros follow up to a page."""
-    return _seal(
-        _RECORD_HEADER.pack(
-            _RECORD_MAGIC,
-            FORMAT_VERSION,
-            record_header_bytes(direct=direct),
-            generation,
-            record.length,
-            record.checksum,
-            record.shard,
-            len(record.key),
-            record.maker,
-            record.namespace,
-            record.key,
-        )
+    return _seal(record_about(record, generation, direct=direct) + _SEALING.pack(sealing))
+
+
+def record_about(record: Record, generation: int, *, direct: bool) -> bytes:
+    """RECORD_ABOUT_BYTES bytes."""
+    return _RECORD_HEADER.pack(
+        _RECORD_MAGIC,
+        FORMAT_VERSION,
+        record_header_bytes(direct=direct),
+        generation,
+        record.length,
+        record.checksum,
+        record.shard,
+        len(record.key),
+        record.maker,
+        record.namespace,
+        record.key,
     )
 
 
@@ -220,7 +235,8 @@ def decode_record_header(data: bytes | bytearray | memoryview) -> RecordHeader |
     record = Record(
         namespace, ChunkKey(key[:key_bytes]), shard, length, checksum, maker.replace(NO_MAKER, b"")
     )
-    return RecordHeader(record, generation, size)
+    (sealing,) = _SEALING.unpack_from(data, _RECORD_HEADER.size)
+    return RecordHeader(record, generation, size, sealing if any(sealing) else b"")
 
 
 def difference(found: RecordHeader, wanted: Record, generation: int, *, direct: bool) -> str:
@@ -284,6 +300,14 @@ def decode_meta(value: bytes) -> int | Defect:
     return int(_U64.unpack(value)[0]) if len(value) == _U64.size else Defect.SHORT
 
 
+def encode_key_id(key_id: bytes) -> bytes:
+    return _seal(key_id)
+
+
+def decode_key_id(value: bytes) -> bytes | Defect:
+    return _unseal(value)
+
+
 def makers_key(digest: bytes) -> bytes:
     return MAKERS_PREFIX + digest
 
@@ -318,6 +342,25 @@ def decode_barred(key: bytes, value: bytes) -> tuple[bytes, bytes, bool] | Defec
     if body not in (b"\0", b"\1") or len(mark) != MAKER_BYTES:
         return Defect.RANGE
     return mark.replace(NO_MAKER, b""), maker, body == b"\1"
+
+
+def heeded_key(channel: str) -> bytes:
+    return HEEDED_PREFIX + channel.encode("ascii")
+
+
+def encode_heeded(journal: bytes, position: int) -> bytes:
+    return _seal(journal + _U64.pack(position))
+
+
+def decode_heeded(key: bytes, value: bytes) -> tuple[str, bytes, int] | Defect:
+    """Channel, name of the journal, and position."""
+    body = _unseal(value)
+    if isinstance(body, Defect):
+        return body
+    channel = key.removeprefix(HEEDED_PREFIX)
+    if len(body) != JOURNAL_BYTES + _U64.size or not channel.isascii():
+        return Defect.RANGE
+    return channel.decode("ascii"), body[:JOURNAL_BYTES], _U64.unpack_from(body, JOURNAL_BYTES)[0]
 
 
 def encode_slab(slot_bytes: int, slots: int) -> bytes:

@@ -21,11 +21,20 @@ import lmdb
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.events import Bar, IndexUsage, NamespaceRecord, SessionEntry, SessionRecord, WriteIndex
+from kvstore.core.events import (
+    Bar,
+    Heeded,
+    IndexUsage,
+    NamespaceRecord,
+    SessionEntry,
+    SessionRecord,
+    WriteIndex,
+)
 from kvstore.errors import ConfigError, Exhausted, StoreError, Unavailable
 from kvstore.layout import NamespaceSpec
 from kvstore.tiers import format
 from kvstore.tiers.disk_port import Disk, describe, disk_result
+from kvstore.tiers.encryption import FIELD, DiskCipher
 from kvstore.tiers.format import FORMAT_VERSION, Defect
 from kvstore.types import KEY_BYTES_MAX, ChunkKey, DiskResult, SlabId
 
@@ -133,7 +142,16 @@ class _Full(Exception):
 class Index:
     """After a failed transaction nothing of it is in the index, and the next one is tried on a fresh environment."""
 
-    def __init__(self, path: str, *, bytes_max: int, direct: bool, slab_bytes: int, disk: Disk) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        bytes_max: int,
+        direct: bool,
+        slab_bytes: int,
+        disk: Disk,
+        cipher: DiskCipher | None = None,
+    ) -> None:
         """Opens or creates; the boot count is one higher afterwards. `bytes_max` is a hard cap of the data file, unless
         that is larger already: what LMDB once had it keeps.
 
@@ -142,6 +160,7 @@ class Index:
         self._path = path
         self.bytes_max = bytes_max
         self._disk = disk
+        self._cipher = cipher
         self._open: _Open | None = None
         self.boot_count = 0
         self.next_slab = 0
@@ -226,7 +245,13 @@ class Index:
             rows_max = max(rows_max, len(batch.chunks) + 1)
         first = batch.chunks[:rows_max]
         yield WriteIndex(
-            batch.op, (), namespaces=batch.namespaces, makers=batch.makers, bars=batch.bars, chunks=first
+            batch.op,
+            (),
+            namespaces=batch.namespaces,
+            makers=batch.makers,
+            bars=batch.bars,
+            heeded=batch.heeded,
+            chunks=first,
         )
         for start in range(rows_max, len(batch.chunks), rows_max):
             yield WriteIndex(batch.op, (), chunks=batch.chunks[start : start + rows_max])
@@ -309,6 +334,20 @@ class Index:
         self._drop("meta", bad)
         return found
 
+    def heeded(self) -> list[Heeded]:
+        """How far each journal of forgets was carried out. Of one whose row cannot be read all is heeded."""
+        found, bad = [], []
+        for key, value in self._rows("meta", CHUNK_ROWS):
+            if not key.startswith(format.HEEDED_PREFIX):
+                continue
+            heeded = format.decode_heeded(key, value)
+            if isinstance(heeded, Defect):
+                bad.append(key)
+            else:
+                found.append(Heeded(*heeded))
+        self._drop("meta", bad)
+        return found
+
     def sessions(self, namespaces: Iterable[int]) -> list[SessionRecord]:
         """Of these namespaces; others', and those of which a page is missing or unreadable, are deleted."""
         known = set(namespaces)
@@ -378,6 +417,7 @@ class Index:
                 for name, value in layout.items() if version else ():
                     if (former := _get_meta(to, txn, name)) != value:
                         raise self._other_layout(name, former, value)
+                self._check_key(to, txn)
                 self.boot_count = _get_count(to, txn, "boot_count") + 1
                 self.next_slab = _get_count(to, txn, "next_slab")
                 _put_meta(to, txn, "format", FORMAT_VERSION)
@@ -390,6 +430,32 @@ class Index:
             env.close()
             raise
         return to
+
+    def _check_key(self, to: _Open, txn: Transaction) -> None:
+        """Whoever comes with another key than that of what is here has made a mistake: nothing is written then, and
+        nothing given up. A rotation leaves the former key second."""
+        directory = os.path.dirname(self._path)
+        value = txn.get(format.KEY_ID, to.meta)
+        former = b"" if value is None else format.decode_key_id(value)
+        if isinstance(former, Defect):  # each record says its key, too
+            log.warning("meta.key of %s %s: written anew", self._path, former.value)
+            former = b""
+        if former and (self._cipher is None or former not in self._cipher):
+            raise ConfigError(
+                f"has not the key {former.hex()}, with which {directory} is encrypted",
+                field=FIELD,
+                remedy="name the file that has it, as the first key or behind a newer one; or another ssd_dir",
+            )
+        if self._cipher is None:
+            return
+        if not former and txn.raw.stat(to.chunks)["entries"]:
+            log.warning(
+                "what %s held before it was encrypted stays as it is until it is evicted; name a new ssd_dir to have "
+                "nothing of it, and remove this one",
+                directory,
+            )
+        if former != self._cipher.newest:
+            txn.put(format.KEY_ID, format.encode_key_id(self._cipher.newest), to.meta)
 
     def _other_layout(self, name: str, former: int, value: int) -> ConfigError:
         field = {"direct": "ssd_direct_io", "slab_bytes": "ssd_slab_bytes"}[name]
@@ -593,6 +659,8 @@ def _write(to: _Open, txn: Transaction, batch: WriteIndex) -> None:
         txn.put(format.makers_key(digest), format.encode_makers(makers), to.meta)
     for bar in batch.bars:
         txn.put(format.barred_key(bar.mark, bar.maker), format.encode_barred(purge=bar.purge), to.meta)
+    for one in batch.heeded:
+        txn.put(format.heeded_key(one.channel), format.encode_heeded(one.journal, one.position), to.meta)
     for chunk in batch.chunks:
         value = format.encode_chunk(chunk)
         txn.put(format.chunk_key(chunk.namespace, chunk.key), value, to.chunks)
@@ -618,7 +686,7 @@ def _halves(batch: WriteIndex) -> tuple[WriteIndex, WriteIndex]:
 
 
 def _only_deletions(batch: WriteIndex) -> WriteIndex:
-    return replace(batch, namespaces=(), makers=(), bars=(), chunks=(), sessions=())
+    return replace(batch, namespaces=(), makers=(), bars=(), heeded=(), chunks=(), sessions=())
 
 
 def _table_bytes(stat: Mapping[str, Any]) -> int:

@@ -295,6 +295,7 @@ class Scratch:
         self.page = self._memory[:PAGE_BYTES]
         self.zeros = memoryview(bytes(PAGE_BYTES))
         self._bounce = memoryview(b"")
+        self._sealed = memoryview(b"")
 
     def header(self, number: int) -> memoryview:
         """Of record `number` of the run."""
@@ -304,6 +305,14 @@ class Scratch:
     def rest(self, number: int, size: int) -> memoryview:
         start = (2 * number + 1) * PAGE_BYTES
         return self._memory[start : start + size]
+
+    def sealed(self, sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+        """Room for so many bytes each, aligned: what is written of payloads that are encrypted."""
+        ends = list(itertools.accumulate(-(-size // PAGE_BYTES) * PAGE_BYTES for size in sizes))
+        if len(self._sealed) < ends[-1]:
+            self._sealed = memoryview(mmap.mmap(-1, ends[-1]))
+        room = np.frombuffer(self._sealed, np.uint8)
+        return [room[start : start + size] for start, size in zip([0, *ends], sizes, strict=False)]
 
     # Direct I/O moves whole pages between page-aligned addresses, as slots of the arena are:
     #     file    [header page][payload, whole pages ...][rest of the payload, zeros]

@@ -7,7 +7,7 @@ keys of their KV cover what was encoded, whatever the daemon knows of schemas. T
 
     header  magic "KVSSCHEM", format u32, number u64, modules u32, lengths of tenant u16, name u16 and text u32,
             then BLAKE2b-128 of the header before it, tenant and name; little-endian
-    then    tenant, name, text (UTF-8)
+    then    tenant, name, text (UTF-8); in format 2 a sealing and the encrypted text (`encryption.py`)
 
 A file is written under another name, synced, renamed, and its folder is synced: after a crash it is there whole, or not
 at all. The version is a digest of the text, which is checked whenever it is read. Of a name, the greatest number is
@@ -27,6 +27,7 @@ from kvstore.errors import Exhausted, NotFound, Unavailable
 from kvstore.keys import tenant_mark
 from kvstore.promptcache.schema import parse_schema, text_digest
 from kvstore.server.logs import fields
+from kvstore.tiers.encryption import ID_BYTES, SEALING_BYTES, DiskCipher
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ FILES_MAX = 65_536
 
 _HEADER = struct.Struct("<8sIQIHHI")
 _MAGIC = b"KVSSCHEM"
-_FORMAT = 1
+_PLAIN, _ENCRYPTED = 1, 2
+"""Formats."""
 _CHECK_BYTES = 16
 
 
@@ -54,13 +56,15 @@ class Version:
     number: int
     bytes: int
     modules: int
+    encrypted: bool = False
 
 
 class SchemaFiles:
     """Not thread-safe: one thread makes all calls, and may wait for the disk."""
 
-    def __init__(self, ssd_dir: str) -> None:
+    def __init__(self, ssd_dir: str, cipher: DiskCipher | None = None) -> None:
         """ "": schemas are kept in memory."""
+        self._cipher = cipher
         self._folder = os.path.join(ssd_dir, SCHEMAS_DIR) if ssd_dir else ""
         self._versions: dict[tuple[str, str], list[Version]] = {}
         """By tenant and name, the current one last."""
@@ -125,7 +129,8 @@ class SchemaFiles:
             return known[-1], False, schema.warnings
         self._check_room(tenant, schema.name, len(text), known)
         modules = sum(1 for _ in schema.modules)
-        version = Version(tenant, schema.name, digest, self._number + 1, len(text), modules)
+        encrypted = bool(self._folder) and self._cipher is not None
+        version = Version(tenant, schema.name, digest, self._number + 1, len(text), modules, encrypted)
         self._write(version, text)
         self._number += 1
         again = [one for one in known if one.digest == digest]  # its file was replaced
@@ -145,9 +150,11 @@ class SchemaFiles:
         path = os.path.join(self._folder, _file_name(tenant, name, version.digest))
         try:
             with open(path, "rb") as file:
-                text = file.read()[_text_offset(version) :]
+                text = file.read()[len(_header(version)) :]
         except OSError as problem:
             raise self._failed("read", problem) from None
+        if version.encrypted:
+            text = self._decrypted(version, text)
         if text_digest(text) != version.digest:
             raise Unavailable(
                 "the file of this version is damaged",
@@ -233,7 +240,11 @@ class SchemaFiles:
         path = os.path.join(self._folder, _file_name(version.tenant, version.name, version.digest))
         try:
             with open(path + NEW, "wb") as file:
-                file.write(_header(version) + text)
+                header = _header(version)
+                if version.encrypted:
+                    assert self._cipher is not None
+                    text = self._cipher.seal_text(text, header)
+                file.write(header + text)
                 file.flush()
                 os.fsync(file.fileno())
             os.rename(path + NEW, path)
@@ -242,6 +253,17 @@ class SchemaFiles:
             with contextlib.suppress(OSError):
                 os.unlink(path + NEW)
             raise self._failed("written", problem) from None
+
+    def _decrypted(self, version: Version, sealed: bytes) -> bytes:
+        """Raises Unavailable where its key is gone. What was changed is b"", which is no schema."""
+        if self._cipher is None or sealed[:ID_BYTES] not in self._cipher:
+            raise Unavailable(
+                "the file of this version is encrypted with a key that is not here",
+                field="name",
+                value=version.name,
+                remedy="add its key to ssd_key_file, or put the schema again",
+            )
+        return self._cipher.open_text(sealed, _header(version)) or b""
 
     def _drop(self, version: Version) -> None:
         tenant, name = version.tenant, version.name
@@ -293,14 +315,16 @@ def _file_name(tenant: str, name: str, digest: bytes) -> str:
 def _header(version: Version) -> bytes:
     tenant, name = version.tenant.encode(), version.name.encode()
     head = _HEADER.pack(
-        _MAGIC, _FORMAT, version.number, version.modules, len(tenant), len(name), version.bytes
+        _MAGIC,
+        _ENCRYPTED if version.encrypted else _PLAIN,
+        version.number,
+        version.modules,
+        len(tenant),
+        len(name),
+        version.bytes,
     )
     check = hashlib.blake2b(head + tenant + name, digest_size=_CHECK_BYTES).digest()
     return head + check + tenant + name
-
-
-def _text_offset(version: Version) -> int:
-    return len(_header(version))
 
 
 def _read_header(path: str) -> Version:
@@ -314,12 +338,20 @@ def _read_header(path: str) -> Version:
             head[: _HEADER.size]
         )
         names = file.read(tenant_bytes + name_bytes)
-    if magic != _MAGIC or form != _FORMAT:
+    if magic != _MAGIC or form not in (_PLAIN, _ENCRYPTED):
         raise ValueError("it has another format")
     check = hashlib.blake2b(head[: _HEADER.size] + names, digest_size=_CHECK_BYTES).digest()
-    if check != head[_HEADER.size :] or size != len(head) + len(names) + text_bytes:
+    encrypted = form == _ENCRYPTED
+    wanted = len(head) + len(names) + text_bytes + (SEALING_BYTES if encrypted else 0)
+    if check != head[_HEADER.size :] or size != wanted:
         raise ValueError("it is damaged")
     digest = bytes.fromhex(os.path.basename(path).removesuffix(SUFFIX).rpartition("-")[2])
     return Version(
-        names[:tenant_bytes].decode(), names[tenant_bytes:].decode(), digest, number, text_bytes, modules
+        names[:tenant_bytes].decode(),
+        names[tenant_bytes:].decode(),
+        digest,
+        number,
+        text_bytes,
+        modules,
+        encrypted,
     )

@@ -56,6 +56,7 @@ from kvstore.tiers.base import SlotMemory
 from kvstore.tiers.directory import DirectoryLock
 from kvstore.tiers.disk_port import Buffer, Disk, describe, disk_result, read_all, write_all
 from kvstore.tiers.disk_watch import DiskWatch, Problem
+from kvstore.tiers.encryption import NOT_WHOLE, OTHER_KEY, DiskCipher
 from kvstore.tiers.format import PAGE_BYTES, Defect
 from kvstore.tiers.index import Index, IndexRows
 from kvstore.tiers.io_pool import CLOSING, OK, IoPool, Result, Row, Scratch, failed, is_aligned
@@ -131,6 +132,8 @@ class SsdTier:
         self._index: Index | None = None
         self._first_generation = 0
         """Of what this boot writes."""
+        self.cipher: DiskCipher | None = None
+        """Of a directory that is to be encrypted, once it is open."""
         self._verifier: Verifier | None = None
         """Of the scrub thread, as is the next."""
         self._scrub_bytes_per_s = 0
@@ -149,6 +152,8 @@ class SsdTier:
         submit. Raises ConfigError (in use, a newer format, settings that cannot
         work, a damaged index), Exhausted (the disk is full) or Unavailable (it fails); nothing is held then."""
         _check(self._config)
+        if self._config.ssd_key_file:
+            self.cipher = DiskCipher.read(self._config.ssd_key_file)
         self._lock = DirectoryLock(self._directory)
         try:
             index = self._index = Index(
@@ -156,6 +161,7 @@ class SsdTier:
                 bytes_max=self._config.ssd_index_max,
                 direct=self._direct,
                 slab_bytes=self._config.ssd_slab_bytes,
+                cipher=self.cipher,
                 disk=self._disk,
             )
             self._first_generation = index.boot_count << 32
@@ -163,6 +169,7 @@ class SsdTier:
                 self._disk,
                 direct=self._direct,
                 first_generation=self._first_generation,
+                cipher=self.cipher,
                 pause=self._pause,
             )
             slabs_bytes_max = self._config.ssd_bytes - SSD_OVERHEAD_BYTES - index.bytes_max
@@ -190,6 +197,7 @@ class SsdTier:
                 sessions=index.sessions(specs),
                 makers=index.makers(),
                 bars=index.bars(),
+                heeded=index.heeded(),
                 usage=index.usage,
                 chunks=map(_batch, index.chunks(specs, slabs, direct=self._direct)),
             )
@@ -309,8 +317,13 @@ class SsdTier:
         if not self._together(slab, payloads):
             return [result for row in rows for result in self._write_run([row], scratch)]
         buffers: list[Buffer] = []
+        sealings = [b""] * len(rows)
+        if self.cipher is not None:
+            payloads, sealings = self._sealed(self.cipher, rows, payloads, scratch)
         for number, (payload, (record, _, place)) in enumerate(zip(payloads, rows, strict=True)):
-            header = format.encode_record_header(record, place.generation, direct=self._direct)
+            header = format.encode_record_header(
+                record, place.generation, direct=self._direct, sealing=sealings[number]
+            )
             if self._direct:
                 buffers += scratch.direct_write(number, header, payload)
             else:
@@ -362,6 +375,21 @@ class SsdTier:
             self._counted.bytes_read += sum(good)
         return results
 
+    def _sealed(
+        self,
+        cipher: DiskCipher,
+        rows: Sequence[Row],
+        payloads: Sequence[npt.NDArray[np.uint8]],
+        scratch: Scratch,
+    ) -> tuple[list[npt.NDArray[np.uint8]], list[bytes]]:
+        """Ciphertexts, in memory of this thread, and their sealings."""
+        sealed = scratch.sealed([len(payload) for payload in payloads])
+        sealings = []
+        for (record, _, place), payload, into in zip(rows, payloads, sealed, strict=True):
+            about = format.record_about(record, place.generation, direct=self._direct)
+            sealings.append(cipher.seal(payload, about, into))
+        return sealed, sealings
+
     def _run_at(self, rows: Sequence[Row]) -> tuple[SlabFile, int]:
         """Where a run of neighbours begins."""
         first, last = rows[0][2], rows[-1][2]
@@ -391,6 +419,14 @@ class SsdTier:
             return Result(DiskResult.REUSED, _where(place, "was reused before the restart"))
         if wrong := format.difference(header, record, place.generation, direct=self._direct):
             return _corrupt(place, wrong)
+        if header.sealing:
+            about = bytes(head[: format.RECORD_ABOUT_BYTES])
+            opening = None if self.cipher is None else self.cipher.opening(header.sealing, about)
+            if opening is None:
+                return Result(DiskResult.REUSED, _where(place, OTHER_KEY))
+            opening.decrypt(payload.data)
+            if not opening.is_whole():
+                return _corrupt(place, NOT_WHOLE)
         state = xxhash.xxh3_64()  # its update() lets go of the interpreter's lock
         state.update(payload.data)
         if state.intdigest() != record.checksum:

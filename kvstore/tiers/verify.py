@@ -11,6 +11,7 @@ import xxhash
 
 from kvstore.tiers import format
 from kvstore.tiers.disk_port import Disk, read_all, write_all
+from kvstore.tiers.encryption import NOT_WHOLE, OTHER_KEY, DiskCipher, Opening
 from kvstore.tiers.format import PAGE_BYTES, Defect, RecordHeader
 from kvstore.tiers.io_pool import OK, Result
 from kvstore.types import DiskResult, Record
@@ -31,6 +32,7 @@ class Verifier:
         direct: bool,
         first_generation: int,
         window_bytes: int = WINDOW_BYTES,
+        cipher: DiskCipher | None = None,
         pause: Callable[[int], None] = lambda size: None,
     ) -> None:
         """`pause` is called before each further window of a record, with its size; it may raise OSError."""
@@ -38,6 +40,7 @@ class Verifier:
         self._direct = direct
         self._first_generation = first_generation
         self._header_bytes = format.record_header_bytes(direct=direct)
+        self._cipher = cipher
         self._pause = pause
         self._window = memoryview(mmap.mmap(-1, window_bytes))
 
@@ -45,6 +48,7 @@ class Verifier:
         """Whether what lies at `offset` is this record: OK, CORRUPT or REUSED. Raises OSError."""
         end = self._header_bytes + record.length
         state = xxhash.xxh3_64()
+        opening: Opening | None = None
         for start in range(0, end, len(self._window)):
             # Whole pages, as direct I/O wants them; a slot is some.
             wanted = min(len(self._window), _whole_pages(end - start))
@@ -63,7 +67,17 @@ class Verifier:
                     return Result(DiskResult.REUSED, "was reused before the restart")
                 if different := format.difference(header, record, generation, direct=self._direct):
                     return Result(DiskResult.CORRUPT, different)
-            state.update(self._window[skip : min(wanted, end - start)])
+                if header.sealing:
+                    about = bytes(self._window[: format.RECORD_ABOUT_BYTES])
+                    opening = None if self._cipher is None else self._cipher.opening(header.sealing, about)
+                    if opening is None:
+                        return Result(DiskResult.REUSED, OTHER_KEY)
+            data = self._window[skip : min(wanted, end - start)]
+            if opening is not None:
+                opening.decrypt(data)
+            state.update(data)
+        if opening is not None and not opening.is_whole():
+            return Result(DiskResult.CORRUPT, NOT_WHOLE)
         if state.intdigest() != record.checksum:
             return Result(DiskResult.CORRUPT, "its bytes do not match their checksum")
         return OK

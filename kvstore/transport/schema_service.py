@@ -146,22 +146,24 @@ class SchemaService:
         audit.ended(event, who, found)
         return reply
 
-    def purged(self, mark: bytes) -> None:
+    def purged(self, mark: bytes, gone: Callable[[], None]) -> None:
         """This node purges a tenant (`keys.tenant_mark`), whoever was told to. Where another node was, nobody here
-        asks again: what fails is tried until it succeeds, and by the next start."""
+        asks again: what fails is tried until it succeeds, and by the next start. Then `gone` is called."""
         loop = asyncio.get_running_loop()
 
         def again(problem: BaseException) -> None:
             log.error(
                 "the schemas of a tenant that is purged are still here, and are tried again: %s", problem
             )
-            loop.call_later(PURGE_RETRY_S, self.purged, mark)
+            loop.call_later(PURGE_RETRY_S, self.purged, mark, gone)
 
         def ended(done: Future[bytes]) -> None:
             problem = done.exception()
-            if problem is not None:
-                with suppress(RuntimeError):  # the daemon has ended
+            with suppress(RuntimeError):  # the daemon has ended
+                if problem is not None:
                     loop.call_soon_threadsafe(again, problem)
+                else:
+                    loop.call_soon_threadsafe(gone)
 
         try:
             done = self._thread.submit(

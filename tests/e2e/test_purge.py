@@ -3,16 +3,20 @@ registry, and not after a restart."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 
 from kvstore.client.schemas import list_schemas, put_schema
+from kvstore.config import PEERS, PEERS_JOURNAL, REMOTE_JOURNAL, REMOTE_STORE
 from kvstore.errors import StoreError
+from kvstore.tiers import format
 from kvstore.transport.descriptors import DEFAULT_TENANT
 
 from ..fleet_tools import RedisServer, eventually, needs_redis
@@ -22,6 +26,7 @@ from .test_fleet_sessions import NAME, go_on, told
 
 __all__ = ["join", "redis"]
 pytestmark = needs_redis
+CHANNELS = {PEERS_JOURNAL: PEERS, REMOTE_JOURNAL: REMOTE_STORE}
 SCHEMA = b'<schema name="trip"><module name="paris">Paris is in France.</module></schema>'
 
 
@@ -114,3 +119,82 @@ def test_a_node_that_was_away_hears_of_it_when_it_is_back(
     eventually(lambda: again.counter("tenants_purged") >= 1, "it hears of what it had missed")
     eventually(lambda: again.load(keys) == 0, "and drops it")
     assert again.space.get_session(NAME) is None
+
+
+# ------------------------------------------------------------------ what was saved after a forget outlives a start
+
+
+def disk(folder: Path, **settings: Any) -> dict[str, Any]:
+    return {
+        "ssd_dir": folder,
+        "ssd_bytes": 64 << 20,
+        "ssd_slab_bytes": 4 << 20,
+        "durable_within_ms": 100,
+        **settings,
+    }
+
+
+def is_heeded(folder: Path, journal: str) -> bool:
+    """Whether the index says that all of this journal was carried out. What was told to a daemon that runs is seen by
+    a reader of its index like any other."""
+    text = (folder / journal).read_text() if (folder / journal).exists() else ""
+    first = json.loads(text.partition("\n")[0]) if text else {"journal": "", "position": 0}
+    index = lmdb.open(str(folder / "index"), readonly=True, lock=False, max_dbs=8)
+    with index, index.begin() as txn:
+        key = format.heeded_key(CHANNELS[journal])
+        value = txn.get(key, db=index.open_db(b"meta", txn=txn, create=False))
+    if value is None:
+        return not first["position"]
+    found = format.decode_heeded(key, value)
+    assert not isinstance(found, format.Defect), found
+    return (found[1].hex(), found[2]) == (first["journal"], first["position"])
+
+
+def ends(member: Member, how: str, folder: Path, journals: Sequence[str] = (PEERS_JOURNAL,)) -> None:
+    for journal in journals:
+        eventually(lambda name=journal: is_heeded(folder, name), f"{journal} was carried out")
+    if how == "kill":
+        member.daemon.kill()
+    else:
+        member.daemon.stop()
+
+
+def stored(member: Member, chunks: int) -> None:
+    eventually(lambda: member.counter("chunks_stored") >= chunks, f"{chunks} chunks are on SSD")
+    eventually(lambda: not member.client.stats().ssd.to_forget, "what was forgotten has left the index")
+    behind = lambda: member.client.stats().ssd.oldest_not_durable_ms  # noqa: E731
+    eventually(lambda: not behind(), "all of it is in the index")
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+@pytest.mark.parametrize("what", ["purge", "keys", "recall", "elsewhere"])
+def test_what_is_saved_after_a_forget_outlives_every_start(
+    join: Callable[..., Member], store: RedisServer, tmp_path: Path, what: str, how: str
+) -> None:
+    """Of one journal each: that of the fleet, and that of the REMOTE store."""
+    folder = tmp_path / "a"
+    settings = disk(folder, remote_url=store.url, remote_writes="write-through")
+    a = join("a", **settings)
+    other = join("b") if what == "elsewhere" else a
+    keys = go_on(a, 4)
+    stored(a, 4)
+    match what:
+        case "purge":
+            purge(a)
+        case "keys" | "elsewhere":
+            assert not other.space.forget(keys=keys).not_durable
+        case "recall":
+            order = ["--run-dir", str(a.daemon.run_dir), "recall", "--maker", a.maker.hex()]
+            assert forked.run(order, dict(os.environ)).returncode == 0
+            a.maker = b"another engine".ljust(16)
+    eventually(lambda: a.load(keys) == 0, "it is forgotten")
+    a.save(keys)
+    stored(a, 8)
+    ends(a, how, folder, (PEERS_JOURNAL, REMOTE_JOURNAL))
+    for _ in range(2):
+        a = join("a", **settings)
+        assert a.client.stats().counters.get("chunks_forgotten_elsewhere", 0) == 0
+        # All that a start heeds stands in the inbox before the first request.
+        assert a.space.match(keys).usable == 4 and a.counter("tenants_purged") == 0
+        assert a.load(keys) == 4 and a.counter("remote_chunks_fetched") == 0
+        ends(a, how, folder, (PEERS_JOURNAL, REMOTE_JOURNAL))

@@ -1,4 +1,4 @@
-"""Short forms of `make crash` and `make soak`, and that both find what they are there to find."""
+"""Short forms of `make crash`, `make soak` and `make serving`, and that both find what they are there to find."""
 
 from __future__ import annotations
 
@@ -93,3 +93,35 @@ def test_a_fleet_that_hears_of_no_forget_is_found_out() -> None:
     status, result = run("fleet.py", "--rounds", "10", "--store", "redis", "--canary", "deaf")
     assert status == 1
     assert "what was forgotten is served" in result["failure"], result["failure"]
+
+
+def test_workers_serve_while_the_daemon_dies() -> None:
+    """No worker is killed here: each start imports torch."""
+    seed = random.randrange(1 << 32)
+    small = ("--talks", "4", "--turns", "4", "--seconds", "3", "--spare-workers")
+    status, result = run("serving.py", "--rounds", "1", *small, "--seed", str(seed))
+    assert status == 0, (result["failure"], result["goals"])
+    assert (result["seed"], result["rounds"]) == (seed, 1)
+    assert result["counts"]["flushed and hit"] > 0 and result["counts"]["cut and kept"] == 1
+
+
+@pytest.mark.slow
+def test_workers_serve_while_everything_breaks() -> None:
+    """ATTNSTORE_SERVING_ROUNDS=100 for more."""
+    rounds = int(os.environ.get("ATTNSTORE_SERVING_ROUNDS", "3"))
+    seed = random.randrange(1 << 32)
+    status, result = run(
+        "serving.py", "--rounds", str(rounds), "--rounds-per-life", "3", "--talks", "6", "--seed", str(seed)
+    )
+    assert status == 0, (result["failure"], result["goals"])
+    assert result["counts"]["chunks promised"] > 0 and result["counts"]["killed"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("canary", "found"), [("wrong", "Wrong: "), ("forgetful", "is not hit"), ("deaf", "no answer")]
+)
+def test_workers_with_a_planted_bug_are_found_out(canary: str, found: str) -> None:
+    small = ("--talks", "4", "--turns", "5", "--seconds", "3", "--spare-workers")
+    status, result = run("serving.py", "--rounds", "6", *small, "--canary", canary)
+    assert status == 1 and found in result["failure"], result

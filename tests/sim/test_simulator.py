@@ -52,7 +52,7 @@ def test_a_store_beyond_the_node(seed: int) -> None:
 @pytest.mark.timeout(600)
 def test_another_node_beside_the_store() -> None:
     """That gives what it holds, hears of forgets late, and forgets by itself; and tenants are purged."""
-    counted = Simulation(3, 1_500, tier="fleet").run()
+    counted = Simulation(3, 1_500, tier="fleet").run() + Simulation(4, 1_500, tier="fleet").run()
     assert counted["tenants_purged"] and counted["forgets_from_elsewhere"], counted
     assert counted["remote_chunks_fetched"], counted
 

@@ -68,8 +68,9 @@ HEAD = np.dtype([("magic", "S8"), ("version", "<u8")])
 MAGIC = b"FLEETKV1"
 CANARIES = {
     "deaf": """
+from kvstore.tiers.remote import backend
 from kvstore.tiers.remote.backend import Book
-Book.take_news = lambda self: ((), self.tombstones.count)
+Book.take_news = lambda self: backend.News((), self.tombstones.count, None)
 Book.refuses = lambda self, description: ""
 """,
     "unchecked": """

@@ -65,10 +65,13 @@ def test_tombstones_are_read_back(
     packed = tombstones.pack(known)
     assert tombstones.unpack(packed) == known
     assert all(tombstones.unpack(packed[:length]) != known for length in range(len(packed)))
-    lines = tombstones.to_lines(known, pending)
-    assert tombstones.from_lines(lines) == (known, pending, True)
-    cut, _, _ = tombstones.from_lines(lines[: len(lines) // 2])  # a crash in the middle of it
-    assert cut.at.items() <= known.at.items()
+    journal = tombstones.Journal(known, dict.fromkeys(pending))
+    for one in (*at, *pending):
+        journal.note(one)
+    lines = tombstones.to_lines(journal)
+    assert tombstones.from_lines(lines) == journal
+    cut = tombstones.from_lines(lines[: len(lines) // 2])  # a crash in the middle of it
+    assert cut.tombstones.at.items() <= known.at.items()
 
 
 def test_packs_are_read_back_and_a_damaged_one_is_none() -> None:

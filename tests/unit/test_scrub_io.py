@@ -28,14 +28,15 @@ from kvstore.types import ChunkKey, DiskPlace, DiskResult, Extent, OpId, Record,
 
 from .test_copier import ONE, SIZE, SLOT
 from .test_copier import Fixture as CopierFixture
-from .test_ssd import SHARD, WAIT_S, Fixture, place, settings
+from .test_ssd import SHARD, WAIT_S, Fixture, key_file, place, settings
 
 OK, CORRUPT, IO_ERROR = DiskResult.OK, DiskResult.CORRUPT, DiskResult.IO_ERROR
 
 
-@pytest.fixture(params=[False, True], ids=["buffered", "direct"])
+@pytest.fixture(params=["buffered", "direct", "encrypted"])
 def it(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fixture]:
-    it = Fixture(tmp_path, settings(tmp_path, ssd_direct_io=request.param))
+    keys = key_file(tmp_path, b"1") if request.param == "encrypted" else ""
+    it = Fixture(tmp_path, settings(tmp_path, ssd_direct_io=request.param == "direct", ssd_key_file=keys))
     it.open()
     assert isinstance(it.create(), SlabReady)
     it.write(*range(6))
@@ -66,10 +67,10 @@ def test_what_is_wrong_with_a_header_is_told(it: Fixture, at: int) -> None:
 
 @pytest.mark.parametrize("at", [0, SHARD // 2, SHARD - 1])
 def test_one_wrong_byte_is_found(it: Fixture, at: int) -> None:
-    before = it.slot(4)[at]
-    it.spoil(4, it.header_bytes + at, bytes([before ^ 1]))
+    it.flip(4, it.header_bytes + at)
     answer = scrub(it, 3, 4)
-    assert answer.results == (OK, CORRUPT) and "checksum" in answer.whys[1]
+    assert answer.results == (OK, CORRUPT)
+    assert ("decrypt" if it.config.ssd_key_file else "checksum") in answer.whys[1]
     assert it.tier.stats().records_corrupt == 0, "the core counts: it knows whose slot that is by now"
 
 

@@ -160,6 +160,12 @@ class Fixture:
             file.seek(format.slot_offset(size, number) + at)
             file.write(data)
 
+    def flip(self, number: int, at: int) -> None:
+        """One bit of a byte of a record."""
+        size = format.slot_bytes(SHARD, direct=self.config.ssd_direct_io)
+        before = self.slab_file().read_bytes()[format.slot_offset(size, number) + at]
+        self.spoil(number, at, bytes([before ^ 1]))
+
     def until_waiting(self, count: int) -> None:
         """Until so many calls hang in the disk."""
         while self.disk.waiting < count:
@@ -193,13 +199,23 @@ def settings(folder: Path, **changes: object) -> StoreConfig:
     return replace(config, **changes)  # type: ignore[arg-type]
 
 
+def key_file(folder: Path, *keys: bytes) -> str:
+    """Of keys that are one letter each."""
+    path = folder / "".join(["keys-", *(key.decode() for key in keys)])
+    path.write_text("\n".join((key * 32).hex() for key in keys))
+    path.chmod(0o600)
+    return str(path)
+
+
 def keys(snapshot: Snapshot) -> list[bytes]:
     return [key for batch in snapshot.chunks for key in batch.keys]
 
 
-@pytest.fixture(params=[False, True], ids=["buffered", "direct"])
+@pytest.fixture(params=["buffered", "direct", "encrypted", "direct, encrypted"])
 def it(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fixture]:
-    it = Fixture(tmp_path, settings(tmp_path, ssd_direct_io=request.param))
+    it = Fixture(tmp_path, settings(tmp_path, ssd_direct_io="direct" in request.param))
+    if "encrypted" in request.param:
+        it.config = replace(it.config, ssd_key_file=key_file(tmp_path, b"1"))
     it.open()
     assert isinstance(it.create(), SlabReady)
     yield it
@@ -293,9 +309,15 @@ def test_a_record_on_disk_is_header_payload_and_zeros(it: Fixture) -> None:
     size = format.slot_bytes(SHARD, direct=it.config.ssd_direct_io)
     start = format.slot_offset(size, 2)
     slot = it.slab_file().read_bytes()[start : start + size]
+    found = format.decode_record_header(slot)
+    assert isinstance(found, format.RecordHeader)
     header = format.encode_record_header(
-        it.records([2])[0], place(2).generation, direct=it.config.ssd_direct_io
+        it.records([2])[0], place(2).generation, direct=it.config.ssd_direct_io, sealing=found.sealing
     )
+    payload = slot[it.header_bytes : it.header_bytes + SHARD]
+    if it.config.ssd_key_file:
+        assert found.sealing and payload != bytes(it.slot(2))
+        slot = slot.replace(payload, bytes(it.slot(2)))
     assert slot == (header.ljust(it.header_bytes, b"\0") + bytes(it.slot(2))).ljust(size, b"\0")
 
 
@@ -444,10 +466,10 @@ def test_a_flipped_byte_in_a_header_is_found(it: Fixture, at: int) -> None:
 @pytest.mark.parametrize("at", [0, 2500, SHARD - 1])
 def test_a_flipped_byte_in_a_payload_is_found(it: Fixture, at: int) -> None:
     it.write(0, 1)
-    it.spoil(0, it.header_bytes + at, bytes([it.slot(0)[at] ^ 1]))
+    it.flip(0, it.header_bytes + at)
     answer = it.read(0, 1)
     assert answer.results == (CORRUPT, OK)
-    assert "do not match their checksum" in answer.why
+    assert ("decrypt" if it.config.ssd_key_file else "do not match their checksum") in answer.why
     assert it.tier.stats().records_corrupt == 1
 
 

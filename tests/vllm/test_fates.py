@@ -50,14 +50,19 @@ def daemon(folder: Path) -> Iterator[Daemon]:
 
 
 @pytest.fixture(scope="module", params=WAYS)
-def engine(request: Any, daemon: Daemon, launch_engine: Callable[..., Engine]) -> Iterator[Engine]:
-    patient = {"lookup_ms": 2000, "load_ms": 3000, "save_ms": 2000, "salt": request.param}
-    name = "fates-" + request.param.replace(" ", "-")
-    if request.param == "tier":
+def way(request: Any) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(way: str, daemon: Daemon, launch_engine: Callable[..., Engine]) -> Iterator[Engine]:
+    patient = {"lookup_ms": 2000, "load_ms": 3000, "save_ms": 2000, "salt": way}
+    name = "fates-" + way.replace(" ", "-")
+    if way == "tier":
         config = tiering(daemon.run_dir, **patient)
         engine = launch_engine(name, None, kv_transfer_config=config, **OPTIONS)
     else:
-        layerwise = {"layerwise": request.param != "connector"}
+        layerwise = {"layerwise": way != "connector"}
         engine = launch_engine(name, daemon.run_dir, {**patient, **layerwise}, **OPTIONS)
     yield engine
     assert engine.end() == 0
@@ -80,7 +85,9 @@ def alone(engine: Engine) -> Callable[[list[int], int], list[int]]:
     return ask
 
 
-def drawn(seed: int, daemon: Daemon) -> tuple[list[dict[str, Any]], dict[str, int], list[dict[str, Any]]]:
+def drawn(
+    seed: int, daemon: Daemon, way: str
+) -> tuple[list[dict[str, Any]], dict[str, int], list[dict[str, Any]]]:
     """Requests, which of them are aborted when, and what happens."""
     chosen = random.Random(seed)
     requests: list[dict[str, Any]] = []
@@ -99,7 +106,9 @@ def drawn(seed: int, daemon: Daemon) -> tuple[list[dict[str, Any]], dict[str, in
     assert daemon._process is not None
     pid = daemon._process.process.pid
     kinds: list[list[dict[str, Any]]] = [
-        [{"do": "preempt"}],
+        # vLLM's OffloadingConnector asserts that a request whose running is reset has nothing to load in the next step,
+        # which is not so while its host memory has what it needs: with the tier that is reset, too.
+        [{"do": "preempt", "connector": way == "tier"}],
         [{"do": "preempt", "connector": True}],
         [{"do": "reset"}],
         [{"do": "call", "rpc": "sleep", "kwargs": {"level": 1}}, {"do": "call", "rpc": "wake_up"}],
@@ -132,9 +141,9 @@ def until(what: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_happens(
-    engine: Engine, daemon: Daemon, alone: Callable[[list[int], int], list[int]], seed: int
+    engine: Engine, daemon: Daemon, alone: Callable[[list[int], int], list[int]], way: str, seed: int
 ) -> None:
-    requests, aborts, events = drawn(seed, daemon)
+    requests, aborts, events = drawn(seed, daemon, way)
     expected = [alone(request["tokens"], request["max_tokens"]) for request in requests]
     engine.forget()
     try:

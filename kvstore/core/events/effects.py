@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.answers import Answer
-from kvstore.core.events.requests import Ticket
+from kvstore.core.events.requests import Heeded, Ticket
 from kvstore.layout import NamespaceSpec
 from kvstore.types import (
     ChunkKey,
@@ -332,6 +332,7 @@ class WriteIndex:
     """Digests that stand for several makers in `chunks`, and who they are."""
     makers_deleted: tuple[bytes, ...] = ()
     bars: tuple[Bar, ...] = ()
+    heeded: tuple[Heeded, ...] = ()
     chunks: tuple[ChunkRecord, ...] = ()
     chunks_deleted: tuple[tuple[int, ChunkKey], ...] = ()
     sessions: tuple[SessionRecord, ...] = ()
@@ -350,7 +351,9 @@ class WriteIndex:
 
     @property
     def writes(self) -> bool:
-        return bool(self.chunks or self.sessions or self.namespaces or self.makers or self.bars)
+        return bool(
+            self.chunks or self.sessions or self.namespaces or self.makers or self.bars or self.heeded
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,7 +481,7 @@ class LookUpSessions:
 
 @dataclass(frozen=True, slots=True)
 class ForgetSessions:
-    """What was told of a tenant's sessions goes, whoever told it. No answer."""
+    """What was told of a tenant's sessions goes, whoever told it. Answer: PurgedBeyond, once it has."""
 
     op: OpId
     source: str
@@ -488,8 +491,10 @@ class ForgetSessions:
 
 @dataclass(frozen=True, slots=True)
 class TenantPurged:
-    """All that the core has of this tenant goes: what the edge keeps for it is to go, too."""
+    """All that the core has of this tenant goes: what the edge keeps for it is to go, too. Answer: PurgedBeyond, once
+    it has."""
 
+    op: OpId
     mark: bytes
     """`keys.tenant_mark`: the core may know nothing else of it."""
 

@@ -587,6 +587,17 @@ class ChunksForgotten:
 
 
 @dataclass(frozen=True, slots=True)
+class Heeded:
+    """How far this node has carried out what its journal of forgets says (`tiers/remote/tombstones.py`): what stands at
+    this position or before has left the index."""
+
+    channel: str
+    journal: bytes
+    """16 bytes that were drawn for it: the positions of another one mean nothing."""
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class ForgottenElsewhere:
     """A source was read: other nodes have forgotten this since the last time, in this order."""
 
@@ -597,6 +608,15 @@ class ForgottenElsewhere:
     """Of the source's forgets, with these: nothing up to it is missing."""
     age_ms: int = 0
     """How long ago the source was asked."""
+    heeded: Heeded | None = None
+    """How far this node's journal goes, with these; None: it keeps none."""
+
+
+@dataclass(frozen=True, slots=True)
+class PurgedBeyond:
+    """What a TenantPurged or ForgetSessions asked for is done: no restart has to ask again."""
+
+    op: OpId
 
 
 @dataclass(frozen=True, slots=True)
@@ -683,6 +703,7 @@ Event = (
     | ChunksStored
     | ChunksForgotten
     | ForgottenElsewhere
+    | PurgedBeyond
     | SessionsShared
     | SessionsLookedUp
     | Tick

@@ -527,7 +527,7 @@ class Expected(Hints):
     def _walk_cells(self, candidates: ByWorth) -> Iterator[tuple[float, int]]:
         """(worth, row), the least worth first."""
         self._age(candidates)
-        newer = self._chunks.newer
+        newer, children = self._chunks.newer, self._chunks.children
         given: set[int] = set()
         for worth, _, number in list(candidates.in_order):
             cell = candidates.by_worth.get(number, ())
@@ -540,8 +540,14 @@ class Expected(Hints):
                 while row != NONE:
                     following = newer[row]
                     if row not in given:
-                        for each in self._ends_first(candidates, row, given):
-                            yield worth, each
+                        for child in islice(children(row), CHILDREN_MAX):
+                            if child not in given and self._may_go(candidates, child):
+                                for each in self._ends_first(candidates, row, given):
+                                    yield worth, each
+                                break
+                        else:  # as most are: the end of its chain
+                            given.add(row)
+                            yield worth, row
                         if following in given:  # and gone with its ancestor, perhaps
                             following = cohort.oldest
                     row = following

@@ -13,6 +13,11 @@ What came from other nodes is served only while this node hears of forgets: if i
 
 The answer to a Forget or Recall waits until each channel knows, `HOLD_MS` at most; what a channel could not take is
 noted at the edge, and is told when it is back.
+
+The edge keeps a journal of what was forgotten, here and elsewhere, each at a *position*. A start heeds what stands
+behind the position that the index has (`State.heeded`), so that what was saved since stays. A position goes into the
+index when nothing of what stands before it is left to do: it was dropped, has left the index, and the edge has removed
+what it keeps (`purging`).
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from kvstore.core.remote.saves import RemoteSaves
 from kvstore.core.remote.sources import Sources
 from kvstore.core.state import State
 from kvstore.errors import Unavailable
-from kvstore.types import ChunkKey, Millis, NamespaceId, OpId, Reason
+from kvstore.types import ChunkKey, DiskState, Millis, NamespaceId, OpId, Reason
 
 FORGOTTEN_PER_OP_MAX = 1_024
 FORGETS_MAX = 64
@@ -79,6 +84,7 @@ class Learned:
     channel: Channel
     keys: deque[tuple[bytes, ChunkKey, bytes]]
     count: int
+    heeded: ev.Heeded | None
     rows: deque[tuple[int, ChunkKey]] = field(default_factory=deque)
     """Of a namespace that was forgotten as a whole."""
 
@@ -96,7 +102,14 @@ class Forgets:
         self._searched_at: Millis | None = None
         self._counts: dict[str, int] = {}
         """By channel: up to which count all was heeded or handed on."""
-        self.purge_sessions: Callable[[str, Set[NamespaceId]], None] = lambda tenant, numbers: None
+        self._reached: dict[str, ev.Heeded] = {}
+        """Likewise, how far the journal."""
+        self._leaving: dict[str, deque[tuple[Millis, ev.Heeded]]] = {name: deque() for name in self.channels}
+        """How far the journal was carried out here, and when; it may not have left the index. Two at most: the older
+        one is waited for, and is not put off by what comes meanwhile."""
+        self.purging: set[OpId] = set()
+        """What is asked of the edge for tenants that are purged, and not done."""
+        self.purge_sessions: Callable[[str, Set[NamespaceId]], OpId | None] = lambda tenant, numbers: None
         self.recalling: Callable[[], bool] = lambda: False
         """Whether a recall or purge still looks for what it is to drop. Both set by the store."""
 
@@ -118,6 +131,8 @@ class Forgets:
             self._forget(gone)
         if self._counts:
             self._apply()
+        if any(self._leaving.values()):
+            self._note_heeded()
         for channel in self.channels.values():
             while channel.untold and len(channel.under_way) < FORGETS_MAX:
                 self._tell(channel)
@@ -142,6 +157,21 @@ class Forgets:
     def purge(self, tenant: str, namespaces: Mapping[NamespaceId, Namespace]) -> None:
         """What this node put elsewhere for this tenant, in these namespaces, goes."""
         self._saves.purge(namespaces)
+
+    def purge_beyond(self, mark: bytes) -> None:
+        """What the edge keeps for this tenant (`keys.tenant_mark`) goes."""
+        op = self.state.new_op()
+        self.purging.add(op)
+        self.state.effects.append(ev.TenantPurged(op, mark))
+
+    def purge_told(self, tenant: str, numbers: Set[NamespaceId]) -> None:
+        """What was told of its sessions goes."""
+        op = self.purge_sessions(tenant, numbers)
+        if op is not None:
+            self.purging.add(op)
+
+    def purged_beyond(self, op: OpId) -> None:
+        self.purging.discard(op)
 
     def purge_row(self, row: int) -> None:
         """It goes with all of its tenant, of which the others are told as a whole."""
@@ -238,9 +268,9 @@ class Forgets:
         channel = self.channels[event.source]
         channel.heard = max(channel.heard or 0, self.state.now - event.age_ms)
         if not event.forgotten and not self._learned:
-            self._applied(channel, event.count)
+            self._applied(channel, event.count, event.heeded)
             return
-        self._learned.append(Learned(channel, deque(event.forgotten), event.count))
+        self._learned.append(Learned(channel, deque(event.forgotten), event.count, event.heeded))
         self.go_on()
 
     @property
@@ -261,10 +291,12 @@ class Forgets:
                 self._heed(learned, learned.keys.popleft(), by_digest)
             if not learned.keys and not learned.rows:
                 self._learned.popleft()
-                self._applied(learned.channel, learned.count)
+                self._applied(learned.channel, learned.count, learned.heeded)
 
-    def _applied(self, channel: Channel, count: int) -> None:
+    def _applied(self, channel: Channel, count: int, heeded: ev.Heeded | None) -> None:
         self._counts[channel.name] = max(count, self._counts.get(channel.name, 0))
+        if heeded is not None:
+            self._reached[channel.name] = heeded
         self._apply()
 
     def _apply(self) -> None:
@@ -274,6 +306,29 @@ class Forgets:
         for name, count in self._counts.items():
             self.state.applied[name] = max(count, self.state.applied.get(name, 0))
         self._counts.clear()
+        if self.state.cold_tier.persistent and self.state.disk_state is not DiskState.ABSENT:
+            for name, heeded in self._reached.items():
+                self._wait_until_gone(name, heeded)
+        self._reached.clear()
+
+    def _wait_until_gone(self, name: str, heeded: ev.Heeded) -> None:
+        leaving = self._leaving[name]
+        newest = leaving[-1][1] if leaving else self.state.heeded.get(name)
+        if newest == heeded:
+            return
+        if len(leaving) > 1:
+            leaving.pop()
+        leaving.append((self.state.now, heeded))
+
+    def _note_heeded(self) -> None:
+        """What has left the index need not be heeded by the next start."""
+        state = self.state
+        if self.purging:
+            return
+        for name, leaving in self._leaving.items():
+            while leaving and state.cold_tier.is_gone(leaving[0][0]):
+                state.heeded[name] = leaving.popleft()[1]
+                state.dirty_heeded.setdefault(name, state.now)
 
     def _heed(
         self,

@@ -364,11 +364,13 @@ class SharedSessions:
             self._known_keys -= len(known.there.keys) if known.there is not None else 0
             state.jobs.session_changed(*oldest)
 
-    def purge(self, tenant: str, numbers: Set[NamespaceId]) -> None:
-        """Nothing of this tenant, in these namespaces here, is told or known any more."""
+    def purge(self, tenant: str, numbers: Set[NamespaceId]) -> OpId | None:
+        """Nothing of this tenant, in these namespaces here, is told or known any more. The op whose end, a
+        PurgedBeyond, says that it is so; None: nothing is told at all."""
         if not self.name:
-            return
-        self.state.effects.append(ev.ForgetSessions(self.state.new_op(), self.name, tenant_mark(tenant)))
+            return None
+        op = self.state.new_op()
+        self.state.effects.append(ev.ForgetSessions(op, self.name, tenant_mark(tenant)))
         for book in (self.changed, self.told):
             for name in [name for name in book if name[0] in numbers]:
                 del book[name]
@@ -376,6 +378,7 @@ class SharedSessions:
             known = self.known.pop(name)
             self._known_keys -= len(known.there.keys) if known.there is not None else 0
             self.state.jobs.session_changed(*name)
+        return op
 
     # --------------------------------------------------------------------------------------------------------- time
 

@@ -140,7 +140,7 @@ class Recalls:
         purge = Purge(ticket, asked, -1, tenant=tenant, everything=True, numbers=frozenset(mine))
         if not dry_run:
             state.counters["tenants_purged"] += 1
-            state.effects.append(ev.TenantPurged(tenant_mark(tenant)))
+            self._forgets.purge_beyond(tenant_mark(tenant))
             for reservation in state.reservations.values():
                 for row in reservation.rows:
                     if state.chunks.namespace[row] in purge.numbers:
@@ -165,7 +165,7 @@ class Recalls:
             if found is not None:
                 self._begin_purge(found, None)
             else:
-                self.state.effects.append(ev.TenantPurged(maker))
+                self._forgets.purge_beyond(maker)
             return
         if self.has_room_for_bars:
             self.state.bar(ev.Bar(b"", maker, purge=True))
@@ -347,7 +347,7 @@ class Recalls:
             return False
         if not purge.sessions_untold and not purge.event.dry_run:
             purge.sessions_untold = True
-            self._forgets.purge_sessions(purge.tenant or "", purge.numbers)
+            self._forgets.purge_told(purge.tenant or "", purge.numbers)
         chunks = state.chunks
         end = min(purge.row + ROWS_PER_STEP_MAX, chunks.rows_ever)
         mine = np.isin(chunks.views.namespace[purge.row : end], sorted(purge.numbers))

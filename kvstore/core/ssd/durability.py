@@ -143,7 +143,7 @@ class Durability:
         """Whether a restart now would forget something. A namespace that was only opened is nothing to remember: its
         row goes along with the first chunk or session in it."""
         state = self.state
-        dirty = state.dirty_chunks or state.dirty_sessions or state.dirty_bars
+        dirty = state.dirty_chunks or state.dirty_sessions or state.dirty_bars or state.dirty_heeded
         return bool(self.index or dirty or self.forgetting)
 
     @property
@@ -217,9 +217,14 @@ class Durability:
         state = self.state
         if state.dirty_bars:
             return True
-        if not (state.dirty_chunks or state.dirty_sessions or self.dirty_namespaces):
+        waiting: tuple[Mapping[Any, Millis], ...] = (
+            state.dirty_chunks,
+            state.dirty_sessions,
+            state.dirty_heeded,
+        )
+        if not (any(waiting) or self.dirty_namespaces):
             return False
-        oldest = min(self._oldest(state.dirty_chunks), self._oldest(state.dirty_sessions))
+        oldest = min(self._oldest(each) for each in waiting)
         return bool(
             self.waits
             or self.hurry
@@ -329,12 +334,15 @@ class Durability:
         self.dirty_namespaces = {}
         bars = tuple(state.bars[name] for name in state.dirty_bars)
         state.dirty_bars = {}
+        heeded = tuple(state.heeded[name] for name in state.dirty_heeded)
+        state.dirty_heeded = {}
         effect = ev.WriteIndex(
             op,
             tuple(sorted(self.unsynced)),
             namespaces=new,
             makers=tuple((digest, state.makers[digest]) for digest in makers),
             bars=bars,
+            heeded=heeded,
             chunks=tuple(puts),
             sessions=tuple(sessions),
         )
@@ -445,6 +453,7 @@ class Durability:
         state.dirty_sessions = _older_first(names, since, state.dirty_sessions)
         self._cut_again(write.cut)
         state.dirty_bars.update(((bar.mark, bar.maker), None) for bar in effect.bars)
+        state.dirty_heeded.update((one.channel, since) for one in effect.heeded)
         for new in effect.namespaces:
             namespace = state.namespaces.get(NamespaceId(new.number))
             if namespace is not None:

@@ -24,7 +24,7 @@ from kvstore.core.chunks import (
     TAIL,
 )
 from kvstore.core.cold_tier import Restored
-from kvstore.core.events import Bar, IndexUsage, NamespaceRecord, SessionEntry, SessionRecord
+from kvstore.core.events import Bar, Heeded, IndexUsage, NamespaceRecord, SessionEntry, SessionRecord
 from kvstore.core.manifests import Manifest, Session
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
@@ -68,6 +68,7 @@ class Snapshot:
     makers: Mapping[bytes, tuple[bytes, ...]] = field(default_factory=dict)
     """Digests that stand for several makers."""
     bars: Sequence[Bar] = ()
+    heeded: Sequence[Heeded] = ()
     usage: IndexUsage | None = None
 
 
@@ -80,6 +81,7 @@ def restore(state: State, files: Slabs, durability: Durability, snapshot: Snapsh
     state.index_usage = snapshot.usage
     state.makers.update(snapshot.makers)
     state.bars.update(((bar.mark, bar.maker), bar) for bar in snapshot.bars)
+    state.heeded.update((one.channel, one) for one in snapshot.heeded)
     durability.indexed_makers.update(snapshot.makers)
     state.sessions.begin_versions(snapshot.boot_count)
     slabs = _slabs(state, files, snapshot, done)

@@ -10,19 +10,20 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.core.events import ChunkAbout, FetchChunks, FetchedChunk, LookUpChunks, StoreChunks
+from kvstore.config import REMOTE_STORE
+from kvstore.core.events import ChunkAbout, FetchChunks, FetchedChunk, Heeded, LookUpChunks, StoreChunks
 from kvstore.server.logs import fields
 from kvstore.tiers.base import SlotMemory
 from kvstore.tiers.disk_port import Buffer
 from kvstore.tiers.remote import records, tombstones
 from kvstore.tiers.remote.encryption import OVERHEAD, Cipher
-from kvstore.tiers.remote.tombstones import Forgotten, Tombstones
+from kvstore.tiers.remote.tombstones import Forgotten, Journal, Tombstones
 from kvstore.types import ChunkKey, DiskResult, Extent, Found
 
 log = logging.getLogger(__name__)
@@ -80,40 +81,57 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
-HEEDED_AFTER_S = 60.0
-"""So long after the core was told to drop EVERYTHING its index holds nothing of it any more."""
+class News(NamedTuple):
+    """What nobody here has been told of, and up to where that is all."""
+
+    forgotten: tuple[Forgotten, ...]
+    up_to: int
+    """By the count of the store."""
+    reached: Heeded | None
+    """In this node's journal."""
 
 
 class Book:
     """The tombstones that this node knows, shared by its threads, and its journal on disk."""
 
-    def __init__(self, path: str, *, is_ours: Callable[[], bool] = lambda: True) -> None:
-        """`path`: of the journal; empty: none, and a restart knows what the store tells it. `is_ours`: whether its
-        folder is still this daemon's; if not, nothing is written there."""
+    def __init__(
+        self,
+        path: str,
+        *,
+        channel: str = REMOTE_STORE,
+        heeded: Heeded | None = None,
+        is_ours: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`path`: of the journal; empty: none, and a restart knows what the store tells it. `heeded`: what the index
+        says of this channel. `is_ours`: whether its folder is still this daemon's; if not, nothing is written there."""
         self._path = Path(path) if path else None
+        self._channel = channel
         self._is_ours = is_ours
         self.lock = threading.Lock()
-        self.tombstones = Tombstones()
-        self.pending: dict[Forgotten, None] = {}
-        """What was forgotten here and no store knows yet: refused here all the same."""
-        self._heeded = True
-        """Whether what this node had went when EVERYTHING was forgotten: else a start drops it once more."""
+        self.journal = Journal()
         self._announced: dict[Forgotten, int] = {}
         """And what is not even in the journal yet, how often. Read by threads that have no lock,"""
         self._announcing = threading.Lock()
         """changed under this one, which nobody holds while he waits for a disk."""
         if self._path is not None:
             with suppress(OSError, UnicodeDecodeError):
-                self.tombstones, pending, self._heeded = tombstones.from_lines(self._path.read_text())
-                self.pending = dict.fromkeys(pending)
-        self._handed_on_at: float | None = None
-        """When the core was last told of EVERYTHING."""
+                self.journal = tombstones.from_lines(self._path.read_text())
         self.unsaved = ""
         """Why the journal does not hold all of this; empty: it does."""
         # What was read before a crash may not have left the index: it is heeded once more.
-        self._news = [*self.tombstones.at, *self.pending]
-        if not self._heeded:
-            self._news.append(tombstones.EVERYTHING)
+        name = self.journal.name
+        self._news = self.journal.behind(heeded)
+        if self.journal.name != name:
+            self._save()
+
+    @property
+    def tombstones(self) -> Tombstones:
+        return self.journal.tombstones
+
+    @property
+    def pending(self) -> dict[Forgotten, None]:
+        """What was forgotten here and no store knows yet: refused here all the same."""
+        return self.journal.pending
 
     @property
     def seen(self) -> tuple[int, str]:
@@ -122,35 +140,44 @@ class Book:
             return self.tombstones.count, self.tombstones.head
 
     def learn(
-        self, entries: Iterable[tuple[Forgotten, int]], count: int, head: str, *, own: bool = False
+        self,
+        entries: Iterable[tuple[Forgotten, int]],
+        count: int,
+        head: str,
+        *,
+        own: bool = False,
+        is_other: bool = False,
     ) -> None:
-        """`own`: this node has dropped them before it told of them."""
+        """`own`: this node has dropped them before it told of them. `is_other`: the store is not the one that it knew,
+        and the same count may stand for a forget of after that."""
         with self.lock:
             before = self.tombstones.count, self.tombstones.head, self.tombstones.everything
             for forgotten, at in entries:
                 if forgotten == tombstones.EVERYTHING:
                     if self.tombstones.everything < at:
-                        self.tombstones.everything, self._heeded = at, False
-                        self._news.append(forgotten)
+                        self.tombstones.everything = at
+                        self._is_new(forgotten)
                     continue
-                if not own and self.tombstones.at.get(forgotten, 0) < at:
-                    self._news.append(forgotten)
+                known = self.tombstones.at.get(forgotten, 0)
+                if not own and (known < at or (is_other and known != at)):
+                    self._is_new(forgotten)
+                elif forgotten not in self.journal.positions:
+                    self.journal.note(forgotten)
                 self.tombstones.add(forgotten, at)
             if count >= self.tombstones.count:
                 self.tombstones.count, self.tombstones.head = count, head
             if before != (self.tombstones.count, self.tombstones.head, self.tombstones.everything):
                 self._save()
 
-    def take_news(self) -> tuple[tuple[Forgotten, ...], int]:
-        """What others have forgotten and nobody here has been told of, and the count up to which that is all."""
+    def _is_new(self, forgotten: Forgotten) -> None:
+        self.journal.note(forgotten)
+        self._news.append(forgotten)
+
+    def take_news(self) -> News:
+        """What others have forgotten."""
         with self.lock:
             news, self._news = tuple(dict.fromkeys(self._news)), []
-            if tombstones.EVERYTHING in news:
-                self._handed_on_at = time.monotonic()
-            elif self._handed_on_at is not None and time.monotonic() - self._handed_on_at > HEEDED_AFTER_S:
-                self._handed_on_at, self._heeded = None, True
-                self._save()
-            return news, self.tombstones.count
+            return News(news, self.tombstones.count, self.journal.reached(self._channel))
 
     def announce(self, forgotten: Iterable[Forgotten]) -> None:
         """Refused from now on; `postpone` follows. Never waits for the disk."""
@@ -160,7 +187,9 @@ class Book:
 
     def postpone(self, forgotten: Sequence[Forgotten]) -> None:
         with self.lock:
-            self.pending.update(dict.fromkeys(forgotten))
+            for one in forgotten:
+                self.pending[one] = None
+                self.journal.note(one)
             self._save()
         with self._announcing:
             for one in forgotten:
@@ -208,12 +237,16 @@ class Book:
 
     def _save(self) -> None:
         """Whole and synced, or not at all: a crash in the middle leaves the one before."""
+        known = (self.tombstones.at, self.pending, {tombstones.EVERYTHING})
+        positions = self.journal.positions
+        for one in [one for one in positions if not any(one in each for each in known)]:
+            del positions[one]  # no record of before it is left anywhere
         if self._path is None or not self._is_ours():
             return
         new = self._path.with_suffix(".new")
         try:
             with open(new, "w") as file:
-                file.write(tombstones.to_lines(self.tombstones, self.pending, heeded=self._heeded))
+                file.write(tombstones.to_lines(self.journal))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(new, self._path)

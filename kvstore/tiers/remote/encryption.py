@@ -14,14 +14,11 @@ import hashlib
 import os
 import struct
 from collections.abc import Sequence
-from pathlib import Path
 
-from kvstore.errors import ConfigError
 from kvstore.tiers.disk_port import Buffer
+from kvstore.tiers.key_file import read_keys
 from kvstore.tiers.remote.records import Description
 
-KEY_BYTES = 32
-KEYS_MAX = 16
 ID_BYTES, NONCE_BYTES, TAG_BYTES = 4, 12, 16
 OVERHEAD = ID_BYTES + NONCE_BYTES + TAG_BYTES
 _ABOUT = struct.Struct("<32sIIIQQQ?BB")
@@ -41,35 +38,7 @@ class Cipher:
     @classmethod
     def read(cls, path: str) -> Cipher:
         """Raises ConfigError."""
-        try:
-            lines = Path(path).read_text("ascii", "replace").split()
-            others = os.stat(path).st_mode & 0o077
-        except OSError as problem:
-            raise ConfigError.unreadable(problem, field="remote_key_file", path=path) from None
-        if others:
-            raise ConfigError(
-                "can be read by other users", field="remote_key_file", value=path, remedy="chmod 600"
-            )
-        try:
-            keys = [bytes.fromhex(line) for line in lines]
-        except ValueError:
-            keys = []
-        if not 1 <= len(keys) <= KEYS_MAX or any(len(key) != KEY_BYTES for key in keys):
-            raise ConfigError(
-                f"must hold 1 to {KEYS_MAX} keys of {2 * KEY_BYTES} hexadecimal digits, the newest first",
-                field="remote_key_file",
-                value=path,
-                remedy="openssl rand -hex 32 > it",
-            )
-        try:
-            return cls(keys)
-        except ImportError:
-            raise ConfigError(
-                "needs the library cryptography",
-                field="remote_key_file",
-                value=path,
-                remedy="pip install 'attnstore[encryption]'",
-            ) from None
+        return cls(read_keys(path, field="remote_key_file"))
 
     def seal(self, payload: Buffer, about: Description) -> bytes:
         """Lets go of the interpreter's lock, as `open` does."""

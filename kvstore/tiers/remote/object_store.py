@@ -382,16 +382,24 @@ class ObjectStore:
         # Both may have come since: it before them.
         return bool(later) and self._run(deadline, partial(self._get_forgotten, count)) is None
 
-    def _learn_all(self, there: Sequence[tuple[int, Tombstones | Damaged | None]], deadline: float) -> None:
+    def _learn_all(
+        self,
+        there: Sequence[tuple[int, Tombstones | Damaged | None]],
+        deadline: float,
+        *,
+        is_other: bool = False,
+    ) -> None:
         for count, found in there:
             if found is not None:
-                self._learn(count, found, deadline)
+                self._learn(count, found, deadline, is_other=is_other)
 
-    def _learn(self, count: int, found: Tombstones | Damaged | None, deadline: float) -> None:
+    def _learn(
+        self, count: int, found: Tombstones | Damaged | None, deadline: float, *, is_other: bool = False
+    ) -> None:
         """What was forgotten at this count. Raises StoreProblem while that cannot be read, and may be again."""
         if isinstance(found, Tombstones):
             self._unreadable.pop(count, None)
-            self._book.learn(found.at.items(), max(count, found.count), found.head)
+            self._book.learn(found.at.items(), max(count, found.count), found.head, is_other=is_other)
             return
         if count <= self._book.seen[0]:
             self._write_again(count, deadline)
@@ -430,7 +438,7 @@ class ObjectStore:
         while not is_told:
             there = self._run(deadline, self._list_forgotten)
             counts = [count for count, _ in there]
-            self._learn_all(there, deadline)
+            self._learn_all(there, deadline, is_other=True)
             # Also what stood there at a count that records have passed meanwhile.
             ours = self._book.everything()
             if counts and counts[0] > known + 1:
@@ -443,7 +451,7 @@ class ObjectStore:
             follows = counts[-1] + 1 if counts else 1
             places = [follows, count] if follows < count else [count]
             is_told = all(self._create(place, mine, deadline) for place in places)
-        self._book.learn([(one, count) for one in ours], count, mine.head)
+        self._book.learn([(one, count) for one in ours], count, mine.head, own=True)
         raise StoreProblem(
             f"the store was wiped, or is an older copy: it lacks what this node knew of {known} forgets; told again"
         )

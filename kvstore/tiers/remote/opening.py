@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvstore.config import REMOTE_JOURNAL, StoreConfig
-from kvstore.core.events import Event
+from kvstore.core.events import Event, Heeded
 from kvstore.errors import ConfigError
 from kvstore.fleet.registry import check_database
 from kvstore.tiers.base import SlotMemory
@@ -100,11 +100,13 @@ def open_remote(
     memory: SlotMemory,
     done: Callable[[Event], None],
     *,
+    heeded: Heeded | None = None,
     is_ours: Callable[[], bool],
 ) -> RemoteTier:
-    """Nothing is connected to before it is used: a store that is away keeps no daemon from starting. `is_ours`:
-    whether the folder of the journal is still this daemon's. Raises ConfigError."""
-    book = Book(journal_path(config), is_ours=is_ours)
+    """Nothing is connected to before it is used: a store that is away keeps no daemon from starting. `heeded`: how far
+    the journal was carried out, as the index says. `is_ours`: whether the folder of the journal is still this daemon's.
+    Raises ConfigError."""
+    book = Book(journal_path(config), heeded=heeded, is_ours=is_ours)
     salt = read_salt(config)
     cipher = Cipher.read(config.remote_key_file) if config.remote_key_file else None
     deadline_s = config.remote_deadline_ms / 1_000

@@ -118,7 +118,7 @@ class RedisTombstones:
         entries = self._decoded(rows)
         if has_missed:
             entries.insert(0, (EVERYTHING, floor))
-        self._book.learn(entries, count, head)
+        self._book.learn(entries, count, head, is_other=is_other)
         if is_other:
             # Also what it knew and this node did not: it stands at a count that records and peers may have passed.
             self.add(client, self._book.everything())

@@ -214,10 +214,10 @@ class RemoteTier:
     def _post_news(self, asked_at: float | None = None) -> None:
         """Tell the core what others have forgotten, in the order in which it was read; or that nothing is new."""
         with self._telling:
-            news, count = self._book.take_news()
+            news, count, reached = self._book.take_news()
             if news or asked_at is not None:
                 age_ms = 0 if asked_at is None else int(1_000 * (time.monotonic() - asked_at))
-                self._done(ForgottenElsewhere(REMOTE_STORE, news, count, age_ms))
+                self._done(ForgottenElsewhere(REMOTE_STORE, news, count, age_ms, reached))
 
     def _watch(self) -> None:
         """Ends calls that are late, by taking their connections away."""

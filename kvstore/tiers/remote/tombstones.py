@@ -14,10 +14,12 @@ it every forget that it knows, at a count above all that it has seen.
 from __future__ import annotations
 
 import json
+import secrets
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from kvstore.core.events import Heeded
 from kvstore.keys import is_tenant_mark
 from kvstore.tiers.remote.records import Description
 from kvstore.types import MAKER_BYTES, ChunkKey
@@ -29,6 +31,8 @@ EVERYTHING: Forgotten = (b"", ChunkKey(b""), b"")
 """What a node has missed, and nobody knows any more: all that it has, and all records of before that count, may have
 been forgotten."""
 DIGEST_BYTES = 32
+NAME_BYTES = 16
+"""Of a journal."""
 _NO_DIGEST, _NO_MAKER = bytes(DIGEST_BYTES), bytes(MAKER_BYTES)
 _LINE = struct.Struct("<QH")
 
@@ -126,44 +130,103 @@ def unpack(data: bytes) -> Tombstones | None:
     return found
 
 
-def to_lines(tombstones: Tombstones, pending: Iterable[Forgotten], *, heeded: bool = True) -> str:
-    """The journal of a node: what it has seen, and what no store knows yet. `heeded`: it has dropped EVERYTHING."""
-    lines = [json.dumps({"count": tombstones.count, "head": tombstones.head})]
-    if tombstones.everything:
-        lines.append(json.dumps({"everything": tombstones.everything, "heeded": heeded}))
-    lines += [
-        json.dumps({"at": count, "entry": encode(forgotten).hex()})
-        for forgotten, count in tombstones.at.items()
+@dataclass(slots=True)
+class Journal:
+    """What one node keeps over its restarts: what it has seen, and what no store knows yet, each at a *position*.
+
+    Positions only rise, and belong to the journal's name, which is drawn with it. The index of the SSD tier has one up
+    to which everything was carried out (`core.events.Heeded`): a start heeds what stands behind it."""
+
+    tombstones: Tombstones = field(default_factory=Tombstones)
+    pending: dict[Forgotten, None] = field(default_factory=dict)
+    name: bytes = field(default_factory=lambda: secrets.token_bytes(NAME_BYTES))
+    position: int = 0
+    """The last one."""
+    positions: dict[Forgotten, int] = field(default_factory=dict)
+
+    def note(self, forgotten: Forgotten) -> None:
+        """It is to be carried out, or has been, by the time that the core is told of this position."""
+        self.position += 1
+        self.positions[forgotten] = self.position
+
+    def behind(self, heeded: Heeded | None) -> list[Forgotten]:
+        """What a start heeds, in order. Another journal, or an older copy of this one, which gives positions a second
+        time: all, under a new name."""
+        if heeded is None:
+            return sorted(self.positions, key=self.positions.__getitem__)
+        if heeded.journal != self.name or heeded.position > self.position:
+            self.name = secrets.token_bytes(NAME_BYTES)
+            return self.behind(None)
+        return [one for one in self.behind(None) if self.positions[one] > heeded.position]
+
+    def reached(self, channel: str) -> Heeded | None:
+        """How far it goes; None: it is empty."""
+        return Heeded(channel, self.name, self.position) if self.position else None
+
+
+def to_lines(journal: Journal) -> str:
+    """The journal of a node: its name, what it has seen, and what no store knows yet."""
+    seen, positions = journal.tombstones, journal.positions
+    lines = [
+        json.dumps({"journal": journal.name.hex(), "position": journal.position}),
+        json.dumps({"count": seen.count, "head": seen.head}),
     ]
-    lines += [json.dumps({"pending": encode(forgotten).hex()}) for forgotten in pending]
+    if seen.everything:
+        lines.append(json.dumps({"everything": seen.everything, "position": positions.get(EVERYTHING, 0)}))
+    lines += [
+        json.dumps({"at": count, "entry": encode(one).hex(), "position": positions.get(one, 0)})
+        for one, count in seen.at.items()
+    ]
+    lines += [
+        json.dumps({"pending": encode(one).hex(), "position": positions.get(one, 0)})
+        for one in journal.pending
+    ]
     return "\n".join(lines) + "\n"
 
 
-def from_lines(text: str) -> tuple[Tombstones, list[Forgotten], bool]:
-    """What does not parse is left out: a line that was cut short by a crash was not answered either. True: EVERYTHING
-    was heeded, if ever it was forgotten."""
-    tombstones, pending, heeded = Tombstones(), [], True
+def from_lines(text: str) -> Journal:
+    """What does not parse is left out: a line that was cut short by a crash was not answered either. What has no
+    position, or one that the journal never gave, gets a new one, and so is heeded."""
+    journal = Journal()
+    seen = journal.tombstones
     for line in _lines(text):
-        everything = line.get("everything")
-        if isinstance(everything, int):
-            tombstones.everything = max(tombstones.everything, everything)
-            heeded = heeded and line.get("heeded") is True
-        count, at = line.get("count"), line.get("at")
-        if isinstance(count, int):
-            tombstones.count = max(tombstones.count, count)
-            tombstones.head = str(line.get("head", ""))
-        for name in ("entry", "pending"):
-            try:
-                forgotten = decode(bytes.fromhex(str(line.get(name, ""))))
-            except ValueError:
+        position, name = _number(line, "position"), _bytes(line, "journal")
+        if name is not None and len(name) == NAME_BYTES:
+            journal.name, journal.position = name, position
+        everything = _number(line, "everything")
+        if everything:
+            seen.everything = max(seen.everything, everything)
+            journal.positions[EVERYTHING] = position
+        if "count" in line:
+            seen.count = max(seen.count, _number(line, "count"))
+            seen.head = str(line.get("head", ""))
+        for kind in ("entry", "pending"):
+            forgotten = decode(_bytes(line, kind) or b"")
+            if forgotten is None or (kind == "entry" and not _number(line, "at")):
                 continue
-            if forgotten is None:
-                continue
-            if name == "pending":
-                pending.append(forgotten)
-            elif isinstance(at, int):
-                tombstones.add(forgotten, at)
-    return tombstones, pending, heeded
+            journal.positions[forgotten] = position
+            if kind == "pending":
+                journal.pending[forgotten] = None
+            else:
+                seen.add(forgotten, _number(line, "at"))
+    first = journal.position
+    for forgotten, position in list(journal.positions.items()):
+        if not 0 < position <= first:
+            journal.note(forgotten)
+    return journal
+
+
+def _number(line: dict[str, object], name: str) -> int:
+    """0 where it has none."""
+    found = line.get(name)
+    return found if isinstance(found, int) and found > 0 else 0
+
+
+def _bytes(line: dict[str, object], name: str) -> bytes | None:
+    try:
+        return bytes.fromhex(str(line[name]))
+    except (KeyError, ValueError):
+        return None
 
 
 def _lines(text: str) -> Iterator[dict[str, object]]:

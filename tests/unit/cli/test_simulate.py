@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import threading
 from pathlib import Path
 
 import pytest
 
+from kvstore.cli import advise
 from kvstore.cli.kvctl import main
+from kvstore.replay.shadow import Shadows, Size
+from kvstore.replay.trace import Turn
 
 ROW = '{"timestamp": %d, "input_length": 1024, "output_length": 9, "hash_ids": [1, 2]}\n'
 
@@ -77,3 +82,32 @@ def test_outputs_are_tried_and_leave_nothing_behind(trace: str, capsys: pytest.C
 def test_advise_refuses_a_port_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = said(capsys, "advise", "--metrics-port", "99999")
     assert status == 2 and "is not between 0 and 65535" in text
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_advise_says_when_it_saw_little(
+    few: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shadows = Shadows([Size(64 << 20, 0, "lru")], chunk_tokens=4, chunk_bytes=1 << 20, share=1.0)
+    for number in range(3):
+        shadows.feed(Turn(number, [number], 4, session=number))
+    monkeypatch.setattr(advise, "TURNS_MIN", 4 if few else 3)
+    advise._tell(advise.Looked(shadows, elsewhere=7), argparse.Namespace(json=False), 64 << 20, 0)
+    text = capsys.readouterr().out
+    assert (
+        "3 turns of a sample of 100.0 % of the sessions; 7 lookups in other namespaces are left out" in text
+    )
+    assert ("larger --share" in text) is few
+
+
+def test_advise_ends_with_all_that_is_recorded_by_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many blocks of it, and a line that is not whole."""
+    monkeypatch.setattr(advise, "BLOCK_BYTES", 64)
+    path = tmp_path / "trace"
+    path.write_text("".join(f'{{"t": {number}}}\n' for number in range(100)) + '{"t"')
+    ended = threading.Event()
+    ended.set()
+    with path.open("rb") as file:
+        assert [line["t"] for line in advise._lines(file, 600, ended)] == list(range(100))

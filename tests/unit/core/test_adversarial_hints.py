@@ -252,10 +252,13 @@ def replay_actions(
     return engine.rate
 
 
-def worse_max(adversary: Adversary, eviction: str) -> float:
-    """Two patterns cost the policy `hints`, which believes what is likely, .016 and .014: what they name is asked for.
-    The default policy weighs that against what else is known, and loses nothing."""
-    return 0.02 if eviction == "hints" and adversary in (beginnings, just_behind) else WORSE_MAX
+def worse_max(adversary: Adversary, eviction: str, costly: Adversary) -> float:
+    """The policy `hints` believes what is likely. It loses .016 where chains only begin as what comes, told as a queue:
+    half of the jobs come true, so the windows are half of what they were. Windows that close earlier lose more, because
+    they open and close with each lucky streak (.055, measured with a share that is 0 when half came true). It loses
+    .014 where actions name what is about to be evicted, of which most is asked for some time. The default policy
+    weighs what is named against what else is known, and loses nothing."""
+    return 0.02 if eviction == "hints" and adversary is costly else WORSE_MAX
 
 
 @cache
@@ -275,7 +278,7 @@ def lru() -> float:
 )
 def test_no_hints_make_it_much_worse_than_lru(adversary: Adversary, eviction: str) -> None:
     rate = replay(adversary, eviction)
-    assert rate >= lru() - worse_max(adversary, eviction), (rate, lru())
+    assert rate >= lru() - worse_max(adversary, eviction, beginnings), (rate, lru())
 
 
 EXPECTED = [(adversary, ActionKind.EXPECT, True) for adversary in (late, wrong, standing, opposite, doubled)]
@@ -295,7 +298,7 @@ def test_no_actions_make_it_much_worse_than_lru(
 ) -> None:
     adversary, kind, cancels = case
     rate = replay_actions(adversary, kind, eviction, cancels=cancels)
-    assert rate >= lru() - worse_max(adversary, eviction), (rate, lru())
+    assert rate >= lru() - worse_max(adversary, eviction, just_behind), (rate, lru())
 
 
 @pytest.mark.parametrize("eviction", POLICIES)

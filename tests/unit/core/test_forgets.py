@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from kvstore.core import events as ev
+from kvstore.keys import tenant_mark
 from kvstore.sim.remote_world import RemoteWorld
 from kvstore.sim.world import PAGE, chain, spec
-from kvstore.types import ChunkKey, NamespaceId, WorkerId
+from kvstore.types import ChunkKey, DiskResult, NamespaceId, WorkerId
 
 KEYS = chain("k", 4)
 NOTHING = (b"", ChunkKey(b""), b"")
@@ -181,3 +182,105 @@ def test_two_channels_both_know_before_it_is_answered_and_either_is_enough_to_he
     heard(world, count=1)
     world.tick(50_000)
     assert world.outcomes(worker, namespace, KEYS[1:]) == ["HIT"] * 3
+
+
+# ----------------------------------------------------------------------------------------- what a start need not heed
+
+
+def reached(position: int, journal: bytes = b"j" * 16) -> ev.Heeded:
+    return ev.Heeded("remote", journal, position)
+
+
+def tell(world: RemoteWorld, *forgotten: tuple[bytes, ChunkKey, bytes], position: int) -> None:
+    world.step(ev.ForgottenElsewhere("remote", forgotten, position, 0, reached(position)))
+
+
+def on_ssd(**limits: Any) -> tuple[RemoteWorld, WorkerId, NamespaceId]:
+    world, worker, namespace = start(slabs=2, slab_slots=8, durable_within_ms=200, **limits)
+    world.save(worker, namespace, KEYS)
+    world.tick(5_000)
+    assert len(world.platter.chunks) == 4
+    return world, worker, namespace
+
+
+def test_the_index_says_what_was_heeded_after_it_has_left_it() -> None:
+    """A crash before that heeds again; the index never says it before."""
+    world, _, namespace = on_ssd()
+    world.hold.add(ev.WriteIndex)
+    tell(world, (digest(world, namespace), KEYS[0], b""), position=1)
+    world.tick(1_000)
+    (deleting,) = world.held
+    assert deleting.chunks_deleted and not deleting.heeded and not world.platter.heeded
+    world.finish()
+    world.tick(1_000)
+    (writing,) = world.held
+    assert writing.heeded == (reached(1),) and len(world.platter.chunks) == 3
+    world.finish()
+    assert world.platter.heeded == {"remote": reached(1)}
+    world.crash()
+    assert world.store.state.heeded == {"remote": reached(1)}
+
+
+def test_a_deletion_that_fails_leaves_it_to_be_heeded_again() -> None:
+    world, _, namespace = on_ssd()
+    world.faults[ev.WriteIndex] = DiskResult.IO_ERROR
+    tell(world, (digest(world, namespace), KEYS[0], b""), position=1)
+    for _ in range(20):
+        world.tick(200)
+    assert not world.platter.heeded and len(world.platter.chunks) == 4
+    world.faults.clear()
+    for _ in range(40):
+        world.tick(200)
+    assert world.platter.heeded == {"remote": reached(1)} and len(world.platter.chunks) == 3
+
+
+def test_what_fails_to_be_written_is_written_again() -> None:
+    world, _, _ = on_ssd()
+    world.hold.add(ev.WriteIndex)
+    tell(world, position=1)
+    world.tick(1_000)
+    assert world.held[0].heeded
+    world.finish(fails="IO_ERROR")
+    world.hold.clear()
+    for _ in range(40):
+        world.tick(200)
+    assert world.platter.heeded == {"remote": reached(1)}
+
+
+def test_many_forgets_do_not_keep_the_first_from_being_written() -> None:
+    """Something always is to go: what was heeded first is waited for, and not put off."""
+    world, worker, namespace = on_ssd()
+    for position in range(1, 41):
+        key = chain("more", position)[-1:]
+        world.save(worker, namespace, key)
+        tell(world, (digest(world, namespace), key[0], b""), position=position)
+        world.tick(60)
+    found = world.platter.heeded["remote"].position
+    assert found > 20, found
+    world.tick(2_000)
+    world.tick(2_000)
+    assert world.platter.heeded["remote"].position == 40
+
+
+def test_a_store_without_ssd_notes_nothing() -> None:
+    world, worker, namespace = start(slabs=0)
+    world.save(worker, namespace, KEYS)
+    tell(world, (digest(world, namespace), KEYS[0], b""), position=1)
+    world.tick(2_000)
+    assert not world.store.state.heeded and not world.store.behind
+
+
+@pytest.mark.parametrize("beyond", [ev.TenantPurged, ev.ForgetSessions])
+def test_a_purge_is_heeded_when_the_edge_has_removed_what_it_keeps(beyond: type) -> None:
+    """Schemas, and what other nodes were told of its sessions: nobody else asks for that again."""
+    world, _, _ = on_ssd(sessions_told="remote")
+    world.hold.add(beyond)
+    tell(world, (b"", ChunkKey(b""), tenant_mark("alice")), position=1)
+    for _ in range(20):
+        world.tick(200)
+    assert not world.platter.chunks and not world.platter.heeded
+    assert [type(op) for op in world.held] == [beyond]
+    world.finish()
+    for _ in range(20):
+        world.tick(200)
+    assert world.platter.heeded == {"remote": reached(1)}

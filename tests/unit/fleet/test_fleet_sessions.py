@@ -185,6 +185,9 @@ def test_a_purge_that_the_registry_could_not_hear_is_carried_out_before_anything
     assert a.answers.get(timeout=BOUND_S).failed == "it is away"
     assert b.look() != [None]
     a.sessions._refused = str
+    a.sessions.submit(ev.LookUpSessions(OpId(4), "peers", ((DIGEST, MARK, NAME),)))
+    assert a.answers.get(timeout=BOUND_S) == ev.PurgedBeyond(OpId(3))
+    assert a.answers.get(timeout=BOUND_S) == ev.SessionsLookedUp(OpId(4), (None,))
     a.tell(1, name=b"another, since then")
     assert b.look() == [None]
     assert b.look(b"another, since then") != [None]

@@ -13,6 +13,7 @@ from kvstore.core import events as ev
 from kvstore.fleet.forgets import FleetForgets
 from kvstore.fleet.secret import FleetSecret
 from kvstore.tiers.remote import tombstones
+from kvstore.tiers.remote.backend import News
 from kvstore.tiers.remote.records import Description
 from kvstore.tiers.remote.tombstones import EVERYTHING, Forgotten
 from kvstore.types import ChunkKey, OpId
@@ -38,9 +39,9 @@ class Member:
         )
         self._ops = iter(range(1, 100))
 
-    def _heard(self, news: tuple[Forgotten, ...], count: int, asked_at: float) -> None:
-        self.news += news
-        self.count = count
+    def _heard(self, news: News, asked_at: float) -> None:
+        self.news += news.forgotten
+        self.count = news.up_to
 
     def forget(self, *keys: bytes, maker: bytes = b"") -> None:
         forgotten = [(SALT, ChunkKey(key), b"") for key in keys] + [(b"", ChunkKey(b""), maker)] * bool(maker)

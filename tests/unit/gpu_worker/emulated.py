@@ -314,14 +314,27 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
         self._inside = False
+        self._made: dict[int, torch.Tensor] = {}
+        self._addressed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and not self._inside:
             raise AssertionError("the host reads a number while a graph is captured")
         out = func(*args, **(kwargs or {}))
         if not self._inside:
-            self.calls.append((func, args, kwargs or {}, out))
+            self._record(func, args, kwargs or {}, out)
         return out
+
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        args, kwargs = tree_map(self._baked, args), tree_map(self._baked, kwargs)
+        self._made |= {id(each): each for each in tree_leaves(out) if isinstance(each, torch.Tensor)}
+        self.calls.append((func, args, kwargs, out))
+
+    def _baked(self, value: Any) -> Any:
+        """What comes from outside is read where it lies now, whatever memory its tensor is given later."""
+        if not isinstance(value, torch.Tensor) or id(value) in self._made:
+            return value
+        return self._addressed.setdefault(id(value), (value, value.detach()))[1]
 
     def launched(self, kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """One launch, whatever it calls: it reads its arrays when it runs."""
@@ -330,9 +343,9 @@ class _Recorder(TorchDispatchMode):
             self._inside = True
             try:
                 out = kernel(*args, **kwargs)
+                self._record(kernel, args, kwargs, out)
             finally:
                 self._inside = False
-            self.calls.append((kernel, args, kwargs, out))
             return out
 
         return launch

@@ -338,3 +338,24 @@ def test_copies_that_lost_are_tried_again_too() -> None:
     plans = [choice.choose(found("D" * 64), now=second, wait_max_s=1) for second in range(6)]
     assert [plan.why for plan in plans] == [Why.COMPUTE] * 5 + [Why.EXPLORE]
     assert plans[-1].chunks * CHUNK == EXPLORE_BYTES
+
+
+def test_an_engine_that_always_loads_learns_what_computing_takes() -> None:
+    """It has seen short steps alone, of which most is fixed: per token, long ones take a fraction."""
+    for long_s, then in ((0.1, Why.COMPUTE), (0.6, Why.LOAD)):
+        choice = ComputeOrLoad()
+        for _ in range(6):
+            choice.compute.observe(32, 0.04)
+        near = found("S" * 7, rate=7 * CHUNK / 0.3)
+        assert choice.choose(near, now=0.0, wait_max_s=LONG_S).why is Why.COMPUTE
+        assert choice.choose(near, now=1.0, wait_max_s=LONG_S).why is Why.LOAD, "one request is enough"
+        choice.compute.observe(480, long_s)
+        assert choice.choose(near, now=2.0, wait_max_s=LONG_S).why is then
+
+
+def test_what_loads_in_no_time_is_not_computed_to_learn() -> None:
+    choice = ComputeOrLoad()
+    for _ in range(6):
+        choice.compute.observe(32, 0.04)
+    assert choice.choose(found("D" * 7), now=0.0, wait_max_s=LONG_S).why is Why.LOAD
+    assert choice.choose(found("S" * 7, rate=7 * CHUNK / 0.05), now=0.0, wait_max_s=LONG_S).why is Why.LOAD

@@ -163,6 +163,11 @@ def test_what_is_computed_without_the_store(
     assert caplog.text.count(f"generated without the store: {why}") == 1
 
 
+def test_what_is_given_as_none_is_not_given(store: FakeStore) -> None:
+    absent = {"assistant_model": None, "cache": None, "streamer": None, "position_ids": None}
+    check(tiny_llama(), store, batch(text(150)), 128, max_new_tokens=5, eos_token_id=None, **absent)
+
+
 def test_masks_that_are_no_left_padding(store: FakeStore, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_llama()
     ids = torch.tensor([text(150)])

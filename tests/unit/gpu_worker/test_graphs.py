@@ -64,6 +64,8 @@ def test_replays_give_the_same_tokens(
     eager, replaying = pair(engines, model)
     assert eager._forward.graphs is None, "a CPU has nothing to gain from them"
     assert played(replaying) == played(eager)
+    device = replaying._forward.graphs._device  # type: ignore[union-attr]
+    assert not device.races and device.pageable == 0, "a plan, or a graph's input, was copied in passing"
     counters = replaying._forward.graphs.counters  # type: ignore[union-attr]
     assert counters["replayed"] > 3 * counters["captured"] > 3 and counters["eager"] > 0, counters
 

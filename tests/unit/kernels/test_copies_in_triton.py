@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from .hopper import compile_aligned, interpreted_passes, stack_bytes
+from .hopper import CAPABILITIES, compile_aligned, interpreted_passes, stack_bytes
 from .pools import LAYOUTS, Paged, same
 from .test_rotate import assert_close, draw, frequencies
 
@@ -136,12 +136,13 @@ def test_interpreter_rotates_what_it_scatters(layout: str, pairs: int, interleav
     ("dtype", "head_dim", "pairs", "interleaved"),
     [("fp16", 128, 64, False), ("bf16", 128, 64, True), ("bf16", 80, 16, False), ("fp32", 64, 32, False)],
 )
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.timeout(300)
-def test_rotation_compiled_for_hopper(dtype: str, head_dim: int, pairs: int, interleaved: bool) -> None:
+def test_rotation_compiled(capability: int, dtype: str, head_dim: int, pairs: int, interleaved: bool) -> None:
     constants = rotation_kernel.block_sizes(head_dim=head_dim, pairs=pairs)
     constants |= {"INTERLEAVED": interleaved, "ROWS": rotation_kernel.rows_of(head_dim)}
     constants |= {"UNIT": 16, "TABLE_UNIT": 16}
-    check_compiled(rotation_kernel._rotate, dtype, constants, ones=("key_step", "out_step"))
+    check_compiled(rotation_kernel._rotate, capability, dtype, constants, ones=("key_step", "out_step"))
 
 
 @compiled
@@ -156,8 +157,10 @@ def test_rotation_compiled_for_hopper(dtype: str, head_dim: int, pairs: int, int
         ("bf16", 64, False, True, True),
     ],
 )
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.timeout(300)
-def test_copies_compiled_for_hopper(
+def test_copies_compiled(
+    capability: int,
     dtype: str,
     head_dim: int,
     gather: bool,
@@ -168,17 +171,19 @@ def test_copies_compiled_for_hopper(
         head_dim=head_dim, pairs=head_dim // 2, heads=8, block_tokens=16, chunk_tokens=64
     )
     constants |= {"GATHER": gather, "ROTATE": rotate, "INTERLEAVED": interleaved}
-    check_compiled(pages._copy, dtype, constants, ones=("key_step", "value_step"))
+    check_compiled(pages._copy, capability, dtype, constants, ones=("key_step", "value_step"))
 
 
-def check_compiled(function: Any, dtype: str, constants: dict[str, int], ones: tuple[str, ...]) -> None:
+def check_compiled(
+    function: Any, capability: int, dtype: str, constants: dict[str, int], ones: tuple[str, ...]
+) -> None:
     """Every element is read and written in 16 bytes at a time, and nothing spills: as at a launch where addresses and
     strides are multiples of 16, and head_dim is contiguous."""
     constants = constants | dict.fromkeys(ones, 1)
     pointers = dict.fromkeys(("keys_ptr", "values_ptr", "slices_ptr", "out_ptr"), f"*{dtype}")
     tables = dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32")
     options = {"num_warps": 4, "enable_fp_fusion": True}
-    binary = compile_aligned(function, pointers | tables, constants, options)
+    binary = compile_aligned(function, pointers | tables, constants, options, capability)
     moves = re.findall(r"\b(?:ld|st)\.global\S*", binary.asm["ptx"])
     assert {move for move in moves if not move.endswith(".v4.b32")} <= {"ld.global.b32"}, moves
     assert moves.count("ld.global.b32") <= 1, "only the block's number is read alone"

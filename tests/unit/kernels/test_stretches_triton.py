@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from kvstore.kernels.launch import card
 from kvstore.kernels.stretches import Stretch
 
 from .conftest import NAN, Case
-from .hopper import compile_aligned, interpreted_passes, stack_bytes
+from .hopper import CAPABILITIES, SHARED_BYTES, compile_aligned, interpreted_passes, stack_bytes
 
 triton = pytest.importorskip(
     "triton", reason="Triton is not installed: its kernels can be neither run nor compiled"
@@ -104,14 +105,17 @@ def test_interpreter_on_random_stretches() -> None:
 
 
 @compiled
-@pytest.mark.parametrize(("head_dim", "rows"), [(128, 128), (80, 16), (256, 64)])
+@pytest.mark.parametrize(("head_dim", "lines"), [(128, 512), (80, 4), (256, 512), (256, 4), (256, 32)])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.timeout(300)
-def test_compiled_for_hopper(head_dim: int, rows: int) -> None:
-    block_d = triton.next_power_of_2(head_dim)
-    constants = {"heads": 8, "GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_M": rows}
-    constants |= {"BLOCK_N": kernel.BLOCK_TOKENS, "CAPPED": False, "UPCAST": False, "UNIT": 16}
+def test_compiled(capability: int, head_dim: int, lines: int) -> None:
+    """For decoding, with few lines an item, and for prompts."""
+    on = card(divmod(capability, 10), SHARED_BYTES[capability])
+    sizes = kernel.block_sizes(head_dim=head_dim, lines=lines, card=on)
+    options = {"num_warps": sizes.pop("num_warps"), "enable_fp_fusion": True}
+    constants = {"heads": 8, "GROUP": 4, "HEAD_DIM": head_dim, "CAPPED": False, "UPCAST": False, "UNIT": 16}
     types = dict.fromkeys(("q_ptr", "keys_ptr", "values_ptr"), "*bf16")
     types |= dict.fromkeys(("partial_ptr", "stats_ptr"), "*fp32") | {"scale": "fp32", "soft_cap": "fp32"}
-    warps = 8 if rows * block_d >= 64 * 128 else 4
-    binary = compile_aligned(kernel._attend, types, constants, {"num_warps": warps, "enable_fp_fusion": True})
+    binary = compile_aligned(kernel._attend, types, constants | sizes, options, capability)
+    assert binary.metadata.shared <= on.shared_bytes
     assert stack_bytes(binary) == 0, "registers spill"

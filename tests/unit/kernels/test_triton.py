@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from .conftest import NAN, Case
-from .hopper import compile_aligned, interpreted_passes, pipelined_waits, stack_bytes
+from .hopper import CAPABILITIES, compile_aligned, interpreted_passes, pipelined_waits, stack_bytes
 
 triton = pytest.importorskip(
     "triton", reason="Triton is not installed: its kernels can be neither run nor compiled"
@@ -164,12 +164,15 @@ def test_compiled_for_hopper(dtype: str, shape: dict[str, int], capped: bool) ->
 
 
 @compiled
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("stretches", [False, True])
-def test_merge_compiled_for_hopper(stretches: bool) -> None:
+def test_merge_compiled(capability: int, stretches: bool) -> None:
     constants = {"heads": 32, "HEAD_DIM": 80, "BLOCK_D": 128, "STRETCHES": stretches, "UNIT": 16}
     types = dict.fromkeys(("partial_ptr", "stats_ptr", "more_ptr", "more_stats_ptr"), "*fp32")
     types["out_ptr"] = "*bf16"
-    binary = compile_aligned(kernel._merge, types, constants, {"num_warps": 1, "enable_fp_fusion": True})
+    binary = compile_aligned(
+        kernel._merge, types, constants, {"num_warps": 1, "enable_fp_fusion": True}, capability
+    )
     assert stack_bytes(binary) == 0, "registers spill"
 
 
