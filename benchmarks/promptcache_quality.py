@@ -2,7 +2,8 @@
 
 Questions with passages of two public sets (NaturalQuestions, MuSiQue: `longdoc/` of the data folder, `--data`; by
 default ../shared/data), each passage a module; the answer's tokens are read one by one, and then the model answers
-itself. SmolLM2-135M in float32; prompts of at most 2,048 tokens.
+itself. Of "NQ, sentences" the whole sentence of the passage with the answer is read. SmolLM2-135M in float32; prompts
+of at most 2,048 tokens.
 
     KL            of the predictions, nats a token          top-1     how often the likeliest token is the same
     perplexity    of the answers, and by how much it grows  F1, EM    of the model's own first line against all answers
@@ -75,7 +76,7 @@ RECIPES = {
 }
 SCORED = ("full", "beginning", "beginning, deviating 20 %")
 """What answers itself, too: to compute what deviates once more takes as long as the question."""
-PASSAGES, ANSWER_TOKENS_MAX, SAID_TOKENS_MAX, PROMPT_TOKENS_MAX = 4, 24, 16, 2048
+PASSAGES, ANSWER_TOKENS_MAX, SAID_TOKENS_MAX, PROMPT_TOKENS_MAX = 4, 48, 16, 2048
 PART_CHARACTERS = 1000
 """Of a passage of MuSiQue, which has some 600 tokens."""
 SCORE_GOAL = 1.0
@@ -88,10 +89,12 @@ QUICK = ("alone", "beginning", "beginning, first 15 %", "beginning, deviating 20
 
 @dataclass(frozen=True)
 class Question(Sample):
-    """`answers`: all that are right. `given`: how the answer begins, which is read and not judged."""
+    """`answers`: all that are right. `given`: how the answer begins, which is read and not judged. `scored`: the model
+    answers itself, too."""
 
     answers: tuple[str, ...] = ()
     given: str = ""
+    scored: bool = True
 
 
 @dataclass(slots=True)
@@ -123,10 +126,10 @@ def main() -> int:
     options.add_argument(
         "--recipes", nargs="+", choices=tuple(RECIPES), metavar="NAME", help="by default all"
     )
-    options.add_argument("--sets", nargs="+", choices=("NQ", "MuSiQue", "passkeys"), help="by default all")
+    options.add_argument("--sets", nargs="+", choices=tuple(QUESTIONS), help="by default all")
     chosen = options.parse_args()
     count, skip = chosen.questions or (1 if chosen.quick else 40), chosen.skip
-    wanted = chosen.sets or (("NQ",) if chosen.quick else ("NQ", "MuSiQue", "passkeys"))
+    wanted = chosen.sets or (("NQ",) if chosen.quick else QUESTIONS)
     recipes = chosen.recipes or list(QUICK if chosen.quick else RECIPES)
     torch.set_num_threads(THREADS)
     print(heading(__file__), f"torch {torch.__version__}, {THREADS} threads", sep=", ", flush=True)
@@ -166,7 +169,7 @@ def main() -> int:
 
 def goals_of(rows: list[dict[str, Any]]) -> Iterator[Goal]:
     by = {(row["set"], row["recipe"]): row for row in rows}
-    for name in ("NQ", "MuSiQue"):
+    for name in ("NQ", "NQ, sentences", "MuSiQue"):
         for recipe, kl, growth in (
             ("beginning", KL_GOAL, GROWTH_GOAL),
             ("beginning, deviating 20 %", KL_GOAL_20, GROWTH_GOAL_20),
@@ -177,7 +180,8 @@ def goals_of(rows: list[dict[str, Any]]) -> Iterator[Goal]:
             grown = row["perplexity_growth"]
             yield Goal(f"{name}, {recipe}: KL", row["kl"], "nats", kl, "<=")
             yield Goal(f"{name}, {recipe}: growth of the perplexity", grown, "of 1", growth, "<=")
-            for score in ("f1", "em") if row["questions"] == full["questions"] else ():
+            scored = row["f1"] is not None and row["questions"] == full["questions"]
+            for score in ("f1", "em") if scored else ():
                 lost = full[score] - row[score]
                 yield Goal(f"{name}, {recipe}: {score.upper()} lost", lost, "points", SCORE_GOAL, "<=")
 
@@ -202,6 +206,20 @@ def nq(folder: Path, count: int) -> list[Question]:
             if answer := answer_in(row["ctxs"][0]["text"], row["answers"]):
                 found.append(Question(tuple(passages), row["question"], answer, tuple(row["answers"])))
     return found[:count]
+
+
+def sentences(folder: Path, count: int) -> list[Question]:
+    """The same questions; read is the sentence of the passage with the answer: more tokens of each, which a small
+    model expects once it has found the passage."""
+    found = []
+    for question in nq(folder, count):
+        text = next(text for text in map(untitled, question.documents) if question.answer in text)
+        at = text.index(question.answer)
+        begin = text.rfind(". ", 0, at)
+        end = text.find(". ", at + len(question.answer))
+        sentence = text[begin + 2 if begin >= 0 else 0 : end + 1 if end >= 0 else None]
+        found.append(replace(question, answer=sentence, scored=False))
+    return found
 
 
 def musique(folder: Path, count: int) -> list[Question]:
@@ -241,6 +259,10 @@ def titled(passage: dict[str, str]) -> str:
     return f"(Title: {passage['title']}) {passage['text']}" if passage["title"] else passage["text"]
 
 
+def untitled(passage: str) -> str:
+    return passage.partition(") ")[2] if passage.startswith("(Title: ") else passage
+
+
 def passkeys(folder: Path, count: int) -> list[Question]:
     chance = random.Random(1)
     filler = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. " * 4
@@ -255,7 +277,7 @@ def passkeys(folder: Path, count: int) -> list[Question]:
     return found
 
 
-QUESTIONS = {"NQ": nq, "MuSiQue": musique, "passkeys": passkeys}
+QUESTIONS = {"NQ": nq, "NQ, sentences": sentences, "MuSiQue": musique, "passkeys": passkeys}
 
 
 # --------------------------------------------------------------------------------------------------------- measuring
@@ -363,7 +385,7 @@ class Asker:
         numbers = {
             name: self._engine.add(plan.tokens, SAID_TOKENS_MAX, assembly=plan, stop_tokens=ends)
             for name, plan in plans.items()
-            if name in SCORED
+            if name in SCORED and question.scored
         }
         for output in self._engine.run():
             said.setdefault(output.request, []).append(output.token)

@@ -288,21 +288,30 @@ class Load:
         if self._failure:
             return
         try:
-            offset, copies, stored = self._geometry.offset(layer), list(plain), []
-            for piece, _ in others:
-                whole_shape = (2, self._geometry.heads, piece.token_count, self._geometry.head_dim)
-                stored.append(np.empty(whole_shape, f"i{self._geometry.dtype.itemsize}"))
-                copies.append((piece.index, SHARD, offset, stored[-1]))
-            whole = not copies or self._lease.copy_many(copies)
-            if whole:
-                for (piece, targets), source in zip(others, stored, strict=True):
-                    self._scatter(layer, piece, source, targets)
+            whole = not plain or self._lease.copy_many(plain)
+            if whole and others:
+                offset = self._geometry.offset(layer)
+                whole = self._lease.read_in_place(
+                    [(piece.index, SHARD, offset, self._piece_bytes(piece)) for piece, _ in others],
+                    partial(self._scatter_all, layer, others),
+                )
         except Exception as error:
             log.exception("loading failed")
             self.cancel(f"the loader failed: {error!r}")
             return
         if not whole:
             self.cancel(f"the lease was void at layer {layer}")
+
+    def _scatter_all(
+        self,
+        layer: int,
+        others: Sequence[tuple[Piece, Sequence[Bits | int]]],
+        stored: Sequence[npt.NDArray[np.uint8]],
+    ) -> None:
+        for (piece, targets), source in zip(others, stored, strict=True):
+            shape = (2, self._geometry.heads, piece.token_count, self._geometry.head_dim)
+            bits = source.view(f"i{self._geometry.dtype.itemsize}").reshape(shape)
+            self._scatter(layer, piece, bits, targets)
 
     def _scatter(self, layer: int, piece: Piece, stored: Bits, targets: Sequence[Bits | int]) -> None:
         begin = 0
@@ -314,8 +323,10 @@ class Load:
             if not piece.delta:
                 target[...] = stored[:, :, here]
                 continue
+            # A copy, since torch takes no memory that cannot be written
             keys, out = (
-                torch.from_numpy(each).view(self._geometry.dtype) for each in (stored[0, :, here], target[0])
+                torch.from_numpy(each).view(self._geometry.dtype)
+                for each in (stored[0, :, here].copy(), target[0])
             )
             rotate(keys, self._rotation(layer, piece), out=out)
             target[1] = stored[1, :, here]

@@ -218,6 +218,44 @@ class ReadLease:
                 plan.append((index, row, offset, bits))
         return len(plan) == len(pieces) and self._copy(plan)
 
+    def read_in_place(
+        self,
+        pieces: Sequence[tuple[int, int, int, int]],
+        use: Callable[[Sequence[npt.NDArray[np.uint8]]], None],
+    ) -> bool:
+        """Call `use` with the bytes of all (index, shard, offset in bytes within the shard, length) where they lie: for
+        what no strides describe, as parts of a shard that go to several places. It reads them and keeps none.
+
+        False: at least one is no hit or void; then `use` was not called, or read bytes that are not to be used. Raises
+        BadRequest before it is called, and what `use` raises.
+        """
+        plan: list[tuple[int, int, int, int]] = []
+        for index, shard, offset, length in pieces:
+            row, shard = self._row(index, shard)
+            _check_range(offset, length, self._geometry.shard_bytes[shard])
+            if row is not None:
+                plan.append((index, row, offset, length))
+        if self._has_to_pin():
+            self._pin()
+        if self._pinned is not None:
+            return self._pinned.read_in_place(pieces, use)
+        grant = self._grant
+        if len(plan) < len(pieces) or grant is None or not self.alive:
+            return self._void()
+        mapped, rows = grant.mapped, [row for _, row, _, _ in plan]
+        if not mapped.intact(rows):
+            return self._void()
+        fence()
+        use([mapped.data(row, offset, length) for _, row, offset, length in plan])
+        numbered = [(index, row) for index, row, _, _ in plan]
+        corrupt = self._corrupt(mapped, numbered) if self._verify_every else []
+        fence()
+        if not mapped.intact(rows):
+            return self._void()
+        if corrupt:
+            self._report(grant, corrupt)
+        return not corrupt
+
     def unsafe_view(self, index: int, shard: int | None = None) -> memoryview | None:
         """The shard's bytes in shared memory, read-only and without a copy; None when no copy would succeed.
 
@@ -290,7 +328,8 @@ class ReadLease:
         pairs = [(bits, mapped.data(row, offset, bits.nbytes)) for _, row, offset, bits in plan]
         fence()
         copy_pairs(pairs)
-        corrupt = self._corrupt(mapped, plan) if self._verify_every else []
+        numbered = [(index, row) for index, row, _, _ in plan]
+        corrupt = self._corrupt(mapped, numbered) if self._verify_every else []
         fence()
         if not mapped.intact(rows):
             return None
@@ -334,11 +373,12 @@ class ReadLease:
             return None
         return [(index, ranks[index] * each + row % each, at, bits) for index, row, at, bits in plan]
 
-    def _corrupt(self, mapped: MappedExtents, plan: Sequence[tuple[int, int, int, Bits]]) -> list[int]:
-        """Of a sample: numbers of the keys of which a shard no longer has the checksum that it was committed with."""
+    def _corrupt(self, mapped: MappedExtents, plan: Sequence[tuple[int, int]]) -> list[int]:
+        """Of a sample of these (key number, row): numbers of the keys of which a shard no longer has the checksum that
+        it was committed with."""
         return [
             index
-            for index, row, _, _ in plan
+            for index, row in plan
             if next(_samples) % self._verify_every == 0
             and xxhash.xxh3_64_intdigest(mapped.data(row).data) != mapped.extents.checksum[row]
         ]

@@ -106,9 +106,10 @@ class RemoteCluster(Cluster):
         """By request: when a purge was asked for."""
         self._purged_at: dict[bytes, int] = {}
         """By mark of the tenant: when what was answered as purged was asked for."""
-        self._marks_heard: list[tuple[bytes, int, bool]] = []
-        """Tenants that another node has purged, and the time when the core heard of it, perhaps again, that it has yet
-        to heed."""
+        self._heeded_by_store_at: dict[tuple[bytes, ChunkKey], int] = {}
+        """Likewise, by the REMOTE store, whose count its records say."""
+        self._marks_heard: list[tuple[str, bytes, int, bool]] = []
+        """Where the core heard of a tenant purged by another node, and when, perhaps again; it has yet to heed it."""
         super().__init__(
             listener,
             chance,
@@ -460,7 +461,7 @@ class RemoteCluster(Cluster):
         for name in ((effect.digest, key), (effect.digest, WHOLE), (mark, WHOLE)):
             count = self._others_at.get(name)
             if count is not None and count <= effect.generation:
-                heeded = self._heeded_at.get(name, 1 << 60)
+                heeded = self._heeded_by_store_at.get(name, 1 << 60)
                 asked = self._emitted.get(effect.op, self._orders)
                 assert heeded < asked, f"a record is to outlive a forget: {key!r}"
 
@@ -493,7 +494,8 @@ class RemoteCluster(Cluster):
         if isinstance(event, ev.ForgottenElsewhere):
             marks = [one for one in event.forgotten if is_tenant_mark(one[2])]
             self._marks_heard += [
-                (one[2], self.store.state.now, self._is_heard_again(event.source, one)) for one in marks
+                (event.source, one[2], self.store.state.now, self._is_heard_again(event.source, one))
+                for one in marks
             ]
         if self._marks_heard and not (self.store.forgets.going or self.store.recalls.going):
             self._check_marks_heeded()
@@ -507,10 +509,10 @@ class RemoteCluster(Cluster):
         if self.store.forgets.makers:
             return
         self._orders += 1
-        for mark, heard_at, is_again in self._marks_heard:
+        for source, mark, heard_at, is_again in self._marks_heard:
             namespaces = self.store.state.namespaces.values()
             self.check_purged({each.id for each in namespaces if tenant_mark(each.tenant) == mark}, heard_at)
-            self._note_heeded(mark, WHOLE, is_again=is_again)
+            self._note_heeded(source, mark, WHOLE, is_again=is_again)
         self._marks_heard.clear()
 
     def _is_heard_again(self, source: str, forgotten: Forgotten) -> bool:
@@ -520,10 +522,12 @@ class RemoteCluster(Cluster):
         self._heeded_count[source, forgotten] = count
         return before == count
 
-    def _note_heeded(self, of: bytes, key: ChunkKey, *, is_again: bool) -> None:
+    def _note_heeded(self, source: str, of: bytes, key: ChunkKey, *, is_again: bool) -> None:
         """What was made since the core heard of it for the first time may be served, there and here."""
         if not is_again:
             self._heeded_at[of, key] = self._orders
+            if source == "remote":
+                self._heeded_by_store_at[of, key] = self._orders
 
     def _check_heeded(self, event: ev.ForgottenElsewhere) -> None:
         """Nothing of it is served; what this node asked to be written before may not come back."""
@@ -534,7 +538,7 @@ class RemoteCluster(Cluster):
             if maker:
                 continue
             is_again = self._is_heard_again(event.source, forgotten)
-            self._note_heeded(digest, key, is_again=is_again)
+            self._note_heeded(event.source, digest, key, is_again=is_again)
             for namespace in state.namespaces.values():
                 if namespace.salt != digest:
                     continue
@@ -542,7 +546,7 @@ class RemoteCluster(Cluster):
                     row = namespace.index.get(each, NONE)
                     hit = row != NONE and state.is_hit(row)
                     assert not hit, f"what another node has forgotten is served: {each!r}"
-                    self._note_heeded(digest, each, is_again=is_again)
+                    self._note_heeded(event.source, digest, each, is_again=is_again)
 
     def _catch_up(self) -> bool:
         """False: the store is not the one that the node knew, and was told."""

@@ -1180,6 +1180,39 @@ def test_a_generation_that_changes_during_the_copy_voids_it(
     assert client.counters["loads_void"] == 1
 
 
+def test_bytes_are_read_where_they_lie_and_void_if_they_changed_meanwhile(
+    daemon: FakeDaemon, client: Client, space: Namespace
+) -> None:
+    daemon.add_segment(1)
+    daemon.script["acquire"] = lambda _: hit(5, extent(1, 0), extent(1, 1))
+    lease = space.read(KEYS[:2])
+    whole = bytearray(SHARD)
+    assert lease.copy_to(1, whole)
+    found: list[bytes] = []
+
+    def use(views: Any) -> None:
+        found.extend(bytes(view) for view in views)
+
+    assert lease.read_in_place([(1, 0, 8, 16), (0, 0, 0, 4)], use)
+    assert found[0] == whole[8:24] and len(found[1]) == 4
+
+    def overtaken(views: Any) -> None:
+        use(views)
+        daemon.generations[1] += 1
+
+    assert not lease.read_in_place([(1, 0, 0, 4)], overtaken)
+    found.clear()
+    assert not lease.read_in_place([(1, 0, 0, 4)], use)
+    assert found == [], "what is void is not read"
+    assert lease.read_in_place([(0, 0, 0, 4)], use)
+    assert client.counters["loads_void"] == 2
+    with pytest.raises(errors.BadRequest):
+        lease.read_in_place([(0, 0, SHARD - 3, 4)], use)
+    lease.release()
+    assert not lease.read_in_place([(0, 0, 0, 4)], use)
+    assert len(found) == 1
+
+
 def test_chunks_that_settle_before_the_answer_is_looked_at(
     daemon: FakeDaemon, client: Client, space: Namespace
 ) -> None:

@@ -39,8 +39,10 @@ def test_schemas_of_a_purged_tenant_go_at_last(failures: int, monkeypatch: pytes
 
     async def purge() -> None:
         service = SchemaService(None, files)  # type: ignore[arg-type]
-        service.purged(b"mark")
-        assert await asyncio.to_thread(files.gone.wait, BOUND_S)
+        said = asyncio.Event()
+        service.purged(b"mark", said.set)
+        await asyncio.wait_for(said.wait(), BOUND_S)
+        assert files.removed == [b"mark"], "it is said to be done before it is"
 
     asyncio.run(purge())
     assert files.removed == [b"mark"]
@@ -56,7 +58,7 @@ def test_what_finds_too_many_waiting_is_tried_again(monkeypatch: pytest.MonkeyPa
         room = service._thread._room
         for _ in range(schema_service.WAITING_MAX):
             assert room.acquire(blocking=False)
-        service.purged(b"mark")
+        service.purged(b"mark", lambda: None)
         await asyncio.sleep(0.01)
         assert not files.removed
         room.release()

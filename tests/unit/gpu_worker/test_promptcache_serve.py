@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM
 from kvstore.errors import Unavailable
 from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.promptcache import encoder as encoder_module
+from kvstore.gpu_worker.promptcache import quality
 from kvstore.gpu_worker.promptcache.encoder import EncodeQueue
 from kvstore.gpu_worker.promptcache.plan import Job
 from kvstore.gpu_worker.promptcache.quality import RECIPES, Sample
@@ -296,6 +297,27 @@ def test_a_model_is_measured_before_it_serves(
     serve(store, forced=False, verdict_file=file, shelf=cached.shelf).ask(ASK, status=409)
 
 
+def test_a_measurement_says_how_far_it_is(
+    store: FakeStore, serve: Callable[..., Cached], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = serve(store, forced=False)
+    seen: list[Any] = []
+    read = quality._read
+
+    async def reading(*arguments: Any) -> Any:
+        seen.append(cached.cache.status["measuring"])
+        return await read(*arguments)
+
+    monkeypatch.setattr(quality, "_read", reading)
+    samples = [SAMPLE, SAMPLE | {"question": "Why?"}]
+    cached.served.post("/promptcache/verify", {"texts": samples, "kl_max": 1e-9})
+    places = [(at["number"], at["samples_done"]) for at in seen]
+    assert sorted(set(places)) == [(n, done) for n in range(1, len(RECIPES) + 1) for done in (0, 1)]
+    assert places == sorted(places)
+    assert all((at["recipes"], at["samples"]) == (len(RECIPES), 2) for at in seen)
+    assert json.load(cached.served.ask("GET", "/promptcache"))["measuring"] is None
+
+
 def test_force_serves_whatever_was_found(store: FakeStore, serve: Callable[..., Cached]) -> None:
     cached = serve(store, forced=False)
     cached.shelf.put(TRIP)
@@ -310,7 +332,6 @@ def test_recomputing_all_of_it_is_full_attention(
     serve: Callable[..., Cached],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from kvstore.gpu_worker.promptcache import quality
     from kvstore.gpu_worker.promptcache.plan import Recipe
 
     monkeypatch.setattr(quality, "RECIPES", (Recipe(**recipe),))
