@@ -96,6 +96,31 @@ def test_a_void_layer_voids_the_load(store: FakeStore, loader: Loader, device: D
     assert store.leases == 0
 
 
+def test_pieces_that_go_to_several_places_are_the_stores_or_void(
+    store: FakeStore, loader: Loader, device: Device
+) -> None:
+    """As those of a module that stands between chunks of the pool."""
+    into = targets()
+    whole = placing(into, device)
+
+    def split(layer: int, piece: Piece) -> list[np.ndarray]:
+        there = whole(layer, piece)
+        return [there[:, :, :3], there[:, :, 3:]]
+
+    load = loader.start(lease(store), WANTED, split, deadline_s=30)
+    for layer in range(3):
+        load.wait(layer)
+        assert (into[layer][:, :, :8] == 0).all()
+        start = layer * GEOMETRY.slice_bytes // 4
+        assert (into[layer][:, :, 8:13].ravel() == np.arange(start, start + 2 * 2 * 5 * 4)).all()
+    store.on_copy = lambda number: number != 1
+    load = loader.start(lease(store), WANTED, split, deadline_s=30)
+    with pytest.raises(LoadFailed, match="void at layer 1"):
+        load.wait(1)
+    loader.close()
+    assert store.leases == 0
+
+
 def test_a_layer_that_comes_after_the_deadline_does_not_count(
     store: FakeStore, loader: Loader, device: Device
 ) -> None:
