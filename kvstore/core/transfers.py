@@ -33,6 +33,7 @@ from kvstore.core.cold_tier import ColdTier
 from kvstore.core.namespaces import Namespace
 from kvstore.core.policies import Candidates
 from kvstore.core.pool import Phase, Segment
+from kvstore.core.rate import AtOnce
 from kvstore.core.segments import Segments
 from kvstore.core.state import State
 from kvstore.types import (
@@ -60,7 +61,6 @@ NEEDED_LAST = 1 << 62
 """The rank of what no job needs."""
 ROOM_SHARE = 64
 """An SSD of which more than such a part is free has room."""
-BYTES_PER_OP_MAX = 8 << 20
 QUOTA_VICTIMS_MAX = 64
 """Chunks that go for one other of their tenant."""
 LOOKED_AT_PER_STEP_MAX = 1_024
@@ -111,6 +111,9 @@ class Transfers:
         self._segments = segments
         self.writes: dict[OpId, Write] = {}
         self.reads: dict[OpId, Read] = {}
+        limits = state.limits
+        self._writes_at_once = AtOnce(limits.disk_bytes_in_flight_max, limits.disk_deadline_ms)
+        self._reads_at_once = AtOnce(limits.disk_bytes_in_flight_max, limits.disk_deadline_ms)
         self.probe: OpId | None = None
         self.scrub_deadline: Millis | None = None
         """Of the scrubber's read, while one is under way."""
@@ -249,10 +252,11 @@ class Transfers:
         looked_at = 0
         if self._reads_come_first():
             return
-        while state.to_store and in_flight < state.limits.disk_bytes_in_flight_max:
+        while state.to_store and in_flight < self._writes_at_once.bytes:
             rows: list[int] = []
             size = 0
-            while state.to_store and len(rows) < CHUNKS_PER_OP_MAX and size < BYTES_PER_OP_MAX:
+            most = self._writes_at_once.op_bytes
+            while state.to_store and len(rows) < CHUNKS_PER_OP_MAX and size < most:
                 looked_at += 1
                 if looked_at > LOOKED_AT_PER_STEP_MAX:
                     break
@@ -437,6 +441,7 @@ class Transfers:
         state = self.state
         chunks = state.chunks
         write = self.writes.pop(op)
+        self._writes_at_once.ended(write.deadline, state.now)
         at = 0
         worst = DiskResult.OK
         for row in write.rows:
@@ -508,12 +513,11 @@ class Transfers:
         in_flight = sum(read.bytes for read in self.reads.values())
         looked_at = 0
         without: list[Wanted] = []
-        while (self.demanded or self.foreseen) and in_flight < state.limits.disk_bytes_in_flight_max:
+        while (self.demanded or self.foreseen) and in_flight < self._reads_at_once.bytes:
             rows: list[int] = []
             size = 0
-            while (
-                (self.demanded or self.foreseen) and len(rows) < CHUNKS_PER_OP_MAX and size < BYTES_PER_OP_MAX
-            ):
+            most = self._reads_at_once.op_bytes
+            while (self.demanded or self.foreseen) and len(rows) < CHUNKS_PER_OP_MAX and size < most:
                 looked_at += 1
                 if looked_at > LOOKED_AT_PER_STEP_MAX:
                     break
@@ -624,6 +628,7 @@ class Transfers:
         state = self.state
         chunks = state.chunks
         read = self.reads.pop(op)
+        self._reads_at_once.ended(read.deadline, state.now)
         if read.quarantined is not None:
             for segment, slot in read.quarantined:
                 state.free_slot(segment, slot)
@@ -695,6 +700,7 @@ class Transfers:
         """Nobody waits for it any longer; its targets stay out of use until the call has returned."""
         state = self.state
         read.quarantined = []
+        self._reads_at_once.ended(read.deadline, state.now + 1)
         self._no_longer_reading(read, 0)
         for row in read.rows:
             for shard in range(state.namespace_of(row).shards):

@@ -16,9 +16,10 @@ from typing import Any
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, DURABLE, FOREIGN, NONE, PROMOTING, STORED
 from kvstore.core.cold_tier import Restored
+from kvstore.core.rate import BYTES_PER_OP_MAX
 from kvstore.core.ssd.restart import ChunkBatch, Snapshot
 from kvstore.core.ssd.slab_tier import SlabTier
-from kvstore.core.transfers import BYTES_PER_OP_MAX, CHUNKS_PER_OP_MAX
+from kvstore.core.transfers import CHUNKS_PER_OP_MAX
 from kvstore.types import (
     ChunkKey,
     DiskPlace,

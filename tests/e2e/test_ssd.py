@@ -17,6 +17,7 @@ import pytest
 from kvstore.client import Backlog, Namespace
 from kvstore.core.events import SessionEntry
 from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.sim.daemon import READ_BYTES_PER_S
 from kvstore.tiers import format
 from kvstore.types import ChunkKey, Outcome, Reason, Wait
 
@@ -579,3 +580,28 @@ def test_a_smaller_cap_keeps_what_fits(
     assert had and len(had) < len(keys)
     used = sum(path.stat().st_blocks * 512 for path in ssd_dir.rglob("*") if path.is_file())
     assert used <= 17 << 20, "the cap is hard, and counts the index"
+
+
+def test_a_slow_disk_is_late_with_nothing(
+    start_daemon: Callable[..., Any], open_space: Callable[..., Namespace], ssd_dir: Path
+) -> None:
+    """More is asked for at once than it reads within a deadline: it is asked for less at a time."""
+    slow = {
+        **SMALL_SSD,
+        "ssd_dir": ssd_dir,
+        "dram_bytes": 64 << 20,
+        "ssd_deadline_ms": 2_000,
+        "environment": {READ_BYTES_PER_S: "10e6"},
+    }
+    count = (32 << 20) // CHUNK
+    daemon = start_daemon(**slow)
+    space = open_space(daemon)
+    keys = keys_of(space, count)
+    save(space, keys)
+    settled_ssd(space.client)
+    assert daemon.stop() == 0
+    daemon = start_daemon(**slow)
+    space = open_space(daemon)
+    with space.read(keys, wait_ms=20_000) as lease:
+        assert len(lease.settled()) == count
+    assert space.client.stats().ssd.state == "ok"

@@ -1,6 +1,10 @@
-"""How fast something comes."""
+"""How fast something comes, and how much of it is asked for at once."""
 
-from kvstore.core.rate import REMEMBERED_MS, Rate
+import pytest
+
+from kvstore.core.rate import AT_FIRST_BYTES, AT_LEAST_BYTES, REMEMBERED_MS, AtOnce, Rate
+
+MIB = 1 << 20
 
 
 def test_nothing_is_known_before_something_came() -> None:
@@ -54,3 +58,38 @@ def test_what_takes_no_time_is_fast_not_infinite() -> None:
     rate.begin(5)
     rate.end(4_096, 5, more=False)
     assert rate.bytes_per_s == 4_096_000
+
+
+@pytest.mark.parametrize("bytes_per_s", [5, 20, 100, 2_000])
+def test_what_is_under_way_ends_before_its_deadline(bytes_per_s: int) -> None:
+    """Of a disk that shares its speed among all ops, on which always as much is under way as there may be."""
+    at_once = AtOnce(64 * MIB, 2_000)
+    now, latest = 0, 0
+    for _ in range(50):
+        began, size = now, at_once.bytes
+        now += size * 1_000 // (bytes_per_s * 1_000_000)
+        latest = max(latest, now - began)
+        at_once.ended(began + 2_000, now)
+    assert latest <= 2_000
+    assert at_once.bytes >= min(64 * MIB, bytes_per_s * 250_000 // 2), "and no less than it could be"
+
+
+def test_a_disk_that_becomes_slow_is_late_once() -> None:
+    at_once = AtOnce(64 * MIB, 2_000)
+    for _ in range(3):
+        at_once.ended(2_000, 4)
+    assert at_once.bytes == 64 * MIB
+    at_once.ended(2_000, 2_001)
+    assert at_once.bytes == AT_LEAST_BYTES
+    at_once.ended(4_000, 2_900)
+    assert at_once.bytes == AT_LEAST_BYTES, "neither more nor less where it takes a good part of its time"
+    at_once.ended(6_000, 4_010)
+    assert at_once.bytes == 2 * AT_LEAST_BYTES
+
+
+def test_a_small_bound_holds() -> None:
+    at_once = AtOnce(4_096, 2_000)
+    for took in (0, 1_500, 2_500, 0, 0):
+        at_once.ended(2_000, took)
+        assert at_once.bytes == 4_096
+    assert AtOnce(64 * MIB, 2_000).bytes == AT_FIRST_BYTES == at_once.op_bytes * 8
