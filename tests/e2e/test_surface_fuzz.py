@@ -149,7 +149,7 @@ def test_every_method_with_strange_messages(
     hello = store_pb2.AttachHello(token=worker.hello.token, boot_id=worker.hello.boot_id, request_id=1)
     greeting = store_pb2.AttachRequest(hello=hello).SerializeToString()
     all_methods = methods()
-    for number in range(5 * CALLS):
+    for number in range(25 * CALLS):
         if (
             number >= CALLS and reached >= WANTED
         ):  # which calls make sense is chance, also that of the daemon's answers
