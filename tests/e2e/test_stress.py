@@ -118,9 +118,7 @@ def test_workers_serve_while_everything_breaks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("canary", "found"), [("wrong", "Wrong: "), ("forgetful", "is not hit"), ("deaf", "no answer")]
-)
+@pytest.mark.parametrize(("canary", "found"), [("wrong", "Wrong: "), ("deaf", "no answer")])
 def test_workers_with_a_planted_bug_are_found_out(canary: str, found: str) -> None:
     small = ("--talks", "4", "--turns", "5", "--seconds", "3", "--spare-workers")
     status, result = run("serving.py", "--rounds", "6", *small, "--canary", canary)

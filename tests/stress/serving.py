@@ -130,13 +130,6 @@ def serve(arm: Path, canary: str, arguments: Sequence[str]) -> None:
         return shard(self, *which)
 
     lease.copy_pairs, Saver._shard = copying, saving  # type: ignore[method-assign]
-    if canary == "forgetful":
-        put = Saver.put
-
-        def putting(self: Any, save: Any, snapshot: Any = None) -> bool:
-            return True if save.tokens and next(calls) % 12 == 0 else put(self, save, snapshot)
-
-        Saver.put = putting  # type: ignore[method-assign]
     if canary == "deaf":
 
         async def never(self: Any) -> Any:
