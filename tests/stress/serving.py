@@ -77,7 +77,7 @@ START_S = 240.0
 CLEAR = 1e-3
 """So far apart the two largest logits of each token of an answer are: rounding decides nothing."""
 PLACES = ("load", "save")
-CANARIES = ("wrong", "forgetful", "deaf")
+CANARIES = ("wrong", "deaf")
 """Bugs to plant into the workers: one copy in some is not what the store has; one chunk in some is never saved, and
 counted as saved; an answer in some is never given."""
 
