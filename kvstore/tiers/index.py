@@ -322,29 +322,23 @@ class Index:
 
     def bars(self) -> list[Bar]:
         """Makers that were recalled or quarantined. One that cannot be read is let in again."""
-        found, bad = [], []
-        for key, value in self._rows("meta", CHUNK_ROWS):
-            if not key.startswith(format.BARRED_PREFIX):
-                continue
-            bar = format.decode_barred(key, value)
-            if isinstance(bar, Defect):
-                bad.append(key)
-            else:
-                found.append(Bar(*bar))
-        self._drop("meta", bad)
-        return found
+        return [Bar(*bar) for bar in self._sealed_meta(format.BARRED_PREFIX, format.decode_barred)]
 
     def heeded(self) -> list[Heeded]:
         """How far each journal of forgets was carried out. Of one whose row cannot be read all is heeded."""
+        return [Heeded(*each) for each in self._sealed_meta(format.HEEDED_PREFIX, format.decode_heeded)]
+
+    def _sealed_meta(self, prefix: bytes, decode: Callable[[bytes, bytes], Any]) -> list[Any]:
+        """The rows of the table meta that begin so."""
         found, bad = [], []
         for key, value in self._rows("meta", CHUNK_ROWS):
-            if not key.startswith(format.HEEDED_PREFIX):
+            if not key.startswith(prefix):
                 continue
-            heeded = format.decode_heeded(key, value)
-            if isinstance(heeded, Defect):
+            row = decode(key, value)
+            if isinstance(row, Defect):
                 bad.append(key)
             else:
-                found.append(Heeded(*heeded))
+                found.append(row)
         self._drop("meta", bad)
         return found
 

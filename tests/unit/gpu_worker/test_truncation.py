@@ -589,23 +589,7 @@ def test_deviating_requests_share_steps_are_preempted_and_aborted(
     for late in (False, True):
         device = EmulatedDevice() if late else None
         engine = engines(model, store, pool_chunks=64, device=device, verdicts=Trusting(), **options)
-        numbers = [engine.add(prompt, 20, turns=turns) for prompt in prompts]
-        dropped = engine.add(prompts[0], 20, turns=turns)
-        got: dict[int, list[int]] = {number: [] for number in (*numbers, dropped)}
-        steps = 0
-        while engine.live:
-            for output in engine.step():
-                got[output.request].append(output.token)
-            engine.check_integrity()
-            steps += 1
-            if steps == 2:
-                engine.abort(dropped)
-            if steps in (3, 9) and engine.running > 1:
-                newest = engine._scheduler.running[-1]
-                engine._scheduler.stop(newest)
-                engine._scheduler.waiting.appendleft(newest)
-                engine.check_integrity()
-        assert [tuple(got[number]) for number in numbers] == wanted
+        assert disturbed(engine, prompts, turns) == wanted
         assert engine.counters["truncations_recomputed"] == 0
         assert device is None or not device.races
 
