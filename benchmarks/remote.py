@@ -133,7 +133,9 @@ def throughput(url: str, salt: bytes, total: int, rounds: int) -> list[dict[str,
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def done(event: Event) -> None:
-        if isinstance(event, ChunksStored | ChunksFetched):  # the tier also says that it has read what was forgotten
+        if isinstance(
+            event, ChunksStored | ChunksFetched
+        ):  # the tier also says that it has read what was forgotten
             answers.put(event)
 
     book = Book("")
