@@ -313,6 +313,17 @@ SECTIONS: dict[str, Section] = {
         "sequential and random; with two rounds both move by 0.2 from one run to the next.",
     ),
     "hung_disk": Section("A disk that hangs"),
+    "remote": Section(
+        "The REMOTE tier beside the bare client",
+        "Server, tier and client share one core, so a ratio is one of processor time: what the tier spends beside the\n"
+        "client's is a checksum of what was read or is written, and signed a keyed hash of all bytes each way. moto is\n"
+        "slow, and its ratios say little of a store that is fast. Attackers had the other core.",
+    ),
+    "peer_reads": Section(
+        "Reads from a peer's DRAM",
+        "Both ends share one core. iperf3 sends one buffer that stays in the cache and looks at nothing; a peer reads\n"
+        "cold memory, and who asked writes it to cold memory and checks every byte. That is where the other half goes.",
+    ),
     "turns": Section(
         "The next turn of a conversation",
         "What is left beside `kept`, the same turn with its KV never let go, is the load, of which the copy is a part.",
