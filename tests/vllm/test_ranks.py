@@ -30,7 +30,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -80,11 +79,8 @@ class Rig:
         replicas: int = 1,
         role: str = "kv_both",
         hidden: bool = False,
-        blocks: int = BLOCKS,
-        ahead: bool = False,
         **extra: Any,
     ) -> None:
-        """`blocks` of each rank's cache; `ahead`: steps are scheduled while the one before is computed."""
         init_none_hash(sha256)
         config = VllmConfig(
             model_config=ModelConfig(model=str(model), dtype="float32", skip_tokenizer_init=True),
@@ -93,8 +89,7 @@ class Rig:
                 max_num_batched_tokens=120,  # no multiple of a block
                 max_model_len=1024,
                 is_encoder_decoder=False,
-                async_scheduling=ahead,
-                policy="priority",
+                async_scheduling=False,
             ),
             cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
             device_config=DeviceConfig("cpu"),
@@ -108,13 +103,13 @@ class Rig:
         group = KVCacheGroupSpec(
             names, FullAttentionSpec(BLOCK, num_kv_heads=HEADS, head_size=WIDTH, dtype=torch.float32)
         )
-        cache = KVCacheConfig(blocks, kv_cache_tensors=[], kv_cache_groups=[group], kv_tp_replicas=replicas)
-        config.cache_config.num_gpu_blocks = blocks
+        cache = KVCacheConfig(BLOCKS, kv_cache_tensors=[], kv_cache_groups=[group], kv_tp_replicas=replicas)
+        config.cache_config.num_gpu_blocks = BLOCKS
         self.replicas = replicas
         self.model_executor = Executor(
             config, ranks, hidden=hidden
         )  # as vLLM's engine has one when it makes its scheduler
-        self.scheduler = (AsyncScheduler if ahead else Scheduler)(
+        self.scheduler = Scheduler(
             vllm_config=config,
             kv_cache_config=cache,
             structured_output_manager=StructuredOutputManager(config),
@@ -127,7 +122,7 @@ class Rig:
         for rank in range(ranks):
             config.parallel_config.rank = rank
             worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
-            tensors = {name: torch.zeros(blocks, HEADS, BLOCK, WIDTH) for name in names}
+            tensors = {name: torch.zeros(BLOCKS, HEADS, BLOCK, WIDTH) for name in names}
             worker.register_kv_caches(tensors)
             layouts[0, rank] = worker.get_handshake_metadata()
             self.workers.append(worker)
