@@ -463,6 +463,7 @@ class StoreConfig:
             ssd_quotas=self.ssd_quotas,
             remote_quotas=self.remote_quotas,
             remote_deadline_ms=self.remote_deadline_ms,
+            fetch_within_ms={PEERS: self.peer_deadline_ms},
             lookup_wait_ms=self.remote_lookup_ms,
             lookup_deadline_ms=max(500, 2 * self.remote_lookup_ms),
             remote_bytes_in_flight_max=min(64 << 20, max(1 << 20, self.dram_bytes // 16)),

@@ -104,6 +104,8 @@ class Limits:
     """and one that it is not."""
     remote_deadline_ms: int = 5_000
     """Of a fetch, likewise."""
+    fetch_within_ms: Mapping[str, int] = field(default_factory=dict)
+    """Sources that give up a fetch sooner, by name: what has not come by then does not come."""
     remote_bytes_in_flight_max: int = 64 << 20
     """Of fetches,"""
     remote_writes_in_flight_max: int = 16 << 20

@@ -1,4 +1,11 @@
-"""How fast something comes, while it comes; and how much of it may be asked for at once."""
+"""How fast something comes, while it comes; and how much of it may be asked for at once.
+
+These are two questions. `Rate` forecasts when so many bytes will be here (prefetch windows), so it averages, and it is
+low where little was asked for. `AtOnce` keeps the slowest op clear of its deadline, so it goes by how long single ops
+take, queueing and latency included, and one late op is enough; were it the rate times a delay, a source of which
+little was asked would never be asked for more. What a source says of a chunk (`Found.cost_ms`) is a third: the latency
+of one chunk, by which sources are compared before either of them was read.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +13,8 @@ from kvstore.types import Millis
 
 REMEMBERED_MS = 2_000
 """Of busy time: what is older counts half as much."""
-AT_FIRST_BYTES = 8 << 20
-AT_LEAST_BYTES = 1 << 20
+AT_FIRST_SHARE, AT_LEAST_SHARE = 8, 64
+"""Of what may be under way at most: 8 and 1 of 64 MiB."""
 BYTES_PER_OP_MAX = 8 << 20
 
 
@@ -47,13 +54,16 @@ class Rate:
 
 class AtOnce:
     """How many bytes of reads, or of writes, may be under way: as many as end well before their deadline, whatever the
-    disk is. Twice as many after an op that took less than an eighth of it, half as many after one that took more than
-    half of it, and after one that missed it the least."""
+    disk or the link is. Twice as many after an op that took less than an eighth of it while more than half of them were
+    under way (that few come soon says nothing of many), half as many after one that took more than half of it, and
+    after one that missed it the least."""
 
-    def __init__(self, most: int, patience_ms: Millis) -> None:
-        self.bytes = min(most, AT_FIRST_BYTES)
+    def __init__(self, most: int, patience_ms: Millis, *, ops: int = 1) -> None:
+        """`ops` share them: several connections bring more than one does."""
+        self.bytes = most // AT_FIRST_SHARE
+        self._ops = ops
         self._most = most
-        self._least = min(most, AT_LEAST_BYTES)
+        self._least = most // AT_LEAST_SHARE
         self._patience_ms = patience_ms
 
     def __repr__(self) -> str:
@@ -62,14 +72,18 @@ class AtOnce:
     @property
     def op_bytes(self) -> int:
         """Of one op."""
-        return min(BYTES_PER_OP_MAX, max(AT_LEAST_BYTES, self.bytes))
+        return min(BYTES_PER_OP_MAX, max(self._least, self.bytes // self._ops))
 
-    def ended(self, deadline: Millis, now: Millis) -> None:
-        """An op that had to end until `deadline`, `patience_ms` after it began."""
-        took_ms = now - deadline + self._patience_ms
+    def ended(self, took_ms: Millis, under_way: int, *, failed: bool = False) -> None:
+        """An op took so long, and until now so many bytes were under way, its own too. One that failed soon tells
+        nothing."""
         if took_ms > self._patience_ms:
-            self.bytes = self._least
+            self.is_late()
         elif 2 * took_ms > self._patience_ms:
             self.bytes = max(self._least, self.bytes // 2)
-        elif 8 * took_ms < self._patience_ms:
+        elif 8 * took_ms < self._patience_ms and 2 * under_way > self.bytes and not failed:
             self.bytes = min(self._most, 2 * self.bytes)
+
+    def is_late(self) -> None:
+        """An op missed its deadline."""
+        self.bytes = self._least

@@ -437,11 +437,17 @@ class Transfers:
         self.writes[op] = Write(rows, size, state.now + state.limits.disk_deadline_ms)
         self._tier.write(op, rows)
 
+    def _took_ms(self, deadline: Millis) -> Millis:
+        return self.state.now - deadline + self.state.limits.disk_deadline_ms
+
     def _written(self, op: OpId, results: Sequence[DiskResult], why: str) -> None:
         state = self.state
         chunks = state.chunks
+        under_way = sum(write.bytes for write in self.writes.values())
         write = self.writes.pop(op)
-        self._writes_at_once.ended(write.deadline, state.now)
+        self._writes_at_once.ended(
+            self._took_ms(write.deadline), under_way, failed=DiskResult.OK not in results
+        )
         at = 0
         worst = DiskResult.OK
         for row in write.rows:
@@ -627,8 +633,11 @@ class Transfers:
     def _has_read(self, op: OpId, results: Sequence[DiskResult], whys: Sequence[str]) -> None:
         state = self.state
         chunks = state.chunks
+        under_way = sum(read.bytes for read in self.reads.values())
         read = self.reads.pop(op)
-        self._reads_at_once.ended(read.deadline, state.now)
+        self._reads_at_once.ended(
+            self._took_ms(read.deadline), under_way, failed=DiskResult.OK not in results
+        )
         if read.quarantined is not None:
             for segment, slot in read.quarantined:
                 state.free_slot(segment, slot)
@@ -700,7 +709,7 @@ class Transfers:
         """Nobody waits for it any longer; its targets stay out of use until the call has returned."""
         state = self.state
         read.quarantined = []
-        self._reads_at_once.ended(read.deadline, state.now + 1)
+        self._reads_at_once.is_late()
         self._no_longer_reading(read, 0)
         for row in read.rows:
             for shard in range(state.namespace_of(row).shards):

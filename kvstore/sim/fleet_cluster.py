@@ -73,7 +73,7 @@ class FleetCluster(RemoteCluster):
         if self._spell < 0:
             self._spell, self._foul = self.weather.choice(SPELL_OPS), self.weather.random() < FOUL_SHARE
         if not self._foul:
-            delay = min(delay, 10)
+            delay = min(delay, self._carried_ms + 10)
         if isinstance(op, ev.ForgetChunks) and op.source == PEERS:
             self._postpone(PEERS, op.forgotten)
         if isinstance(op, ev.FetchChunks) and op.source == PEERS:

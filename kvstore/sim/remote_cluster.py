@@ -23,7 +23,7 @@ from kvstore.types import ChunkKey, DiskResult, Found, NamespaceId, OpId, Tier, 
 from .cluster import OPS, Cluster
 from .disk import GARBAGE
 from .told_sessions import SESSION_OPS, ToldSessions
-from .world import tag
+from .world import PAGE, tag
 
 REMOTE_OPS = (
     *(ev.LookUpChunks, ev.FetchChunks, ev.StoreChunks, ev.ForgetChunks, ev.DropChunks, ev.TenantPurged),
@@ -69,7 +69,13 @@ class RemoteCluster(Cluster):
         self.journals = {name: Journal() for name in self.SOURCES}
         """and what this node knows, and has noted and not told, over its restarts, by channel."""
         self._copy: tuple[dict[str, bytes], Tombstones] = ({}, Tombstones())
-        self.weather = random.Random(f"remote {chance.random()}")
+        number = chance.random()
+        self.weather = random.Random(f"remote {number}")
+        self._link_pages_per_s = random.Random(f"link {number}").choice((0, 0, 50, 500))
+        """Of what comes and of what goes, each; 0: as they like."""
+        self._link_free_at: dict[type, int] = {}
+        self._carried_ms = 0
+        """By the link, of the last op."""
         self.sessions = ToldSessions(random.Random(f"sessions {chance.random()}"))
         self._sharing: dict[OpId, ev.ShareSessions] = {}
         self.calm = False
@@ -121,6 +127,7 @@ class RemoteCluster(Cluster):
             sessions_told_max=self.weather.choice((3, 1_000)),
             remote_writes=self.weather.choice(("on-evict", "write-through")),
             remote_bytes_max=self.weather.choice((1 << 50, 40 * 4096)),
+            remote_bytes_in_flight_max=64 * PAGE,
             remote_writes_in_flight_max=self.weather.choice((4, 64)) * 4096,
             lookup_wait_ms=20,
             lookup_deadline_ms=100,
@@ -133,6 +140,7 @@ class RemoteCluster(Cluster):
         )
 
     def _begin(self) -> list[ev.Effect]:
+        self._link_free_at = {}
         effects = super()._begin()
         self.hold = {*OPS, *REMOTE_OPS}
         self.sessions.begins()
@@ -224,8 +232,19 @@ class RemoteCluster(Cluster):
         if isinstance(op, ev.ForgetChunks) and op.source == "remote":
             padded = [(digest, key, maker and maker.ljust(16)) for digest, key, maker in op.forgotten]
             self._postpone("remote", padded)
-        usual: int = chance.choice((0, 1, 3, 10))
+        usual: int = chance.choice((0, 1, 3, 10)) + self._carry(op)
         return usual if self.calm else usual + chance.choice((*(0,) * 12, 50, 350, 1_500))
+
+    def _carry(self, op: Any) -> int:
+        """How long until the link has carried it, behind what goes the same way."""
+        self._carried_ms = 0
+        if not self._link_pages_per_s or not isinstance(op, ev.FetchChunks | ev.StoreChunks):
+            return 0
+        pages = sum((op.targets if isinstance(op, ev.FetchChunks) else op.sources).length) // PAGE
+        free_at = max(self._link_free_at.get(type(op), 0), self.now) + 1_000 * pages // self._link_pages_per_s
+        self._link_free_at[type(op)] = free_at
+        self._carried_ms = free_at - self.now
+        return self._carried_ms
 
     def _postpone(self, name: str, forgotten: Sequence[Forgotten]) -> None:
         for one in forgotten:

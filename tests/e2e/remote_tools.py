@@ -63,11 +63,13 @@ class Node:
 
 
 class SlowLine:
-    """Between a node and a server on loopback: so many bytes a second each way, 0: as they come."""
+    """Between a node and a server on loopback: so many bytes a second each way, of all connections together; 0: as they
+    come."""
 
     def __init__(self, port: int) -> None:
         self._server = port
         self.bytes_per_s = 0
+        self._ways = threading.Lock(), threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self._open: list[socket.socket] = []
@@ -79,16 +81,17 @@ class SlowLine:
                 here, _ = self._listener.accept()
                 there = socket.create_connection(("127.0.0.1", self._server))
                 self._open += (here, there)
-                for ends in ((here, there), (there, here)):
-                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
+                for way, ends in zip(self._ways, ((here, there), (there, here)), strict=True):
+                    threading.Thread(target=self._carry, args=(*ends, way), daemon=True).start()
 
-    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+    def _carry(self, source: socket.socket, target: socket.socket, way: threading.Lock) -> None:
         with suppress(OSError):
             while data := source.recv(64 << 10):
-                while data and self.bytes_per_s:
-                    target.sendall(data[: self.bytes_per_s // 10 or 1])
-                    data = data[self.bytes_per_s // 10 or 1 :]
-                    time.sleep(0.1)
+                while data and (speed := self.bytes_per_s):
+                    piece, data = data[: speed // 10 or 1], data[speed // 10 or 1 :]
+                    with way:
+                        time.sleep(len(piece) / speed)
+                    target.sendall(piece)
                 target.sendall(data)
         for each in (source, target):
             with suppress(OSError):

@@ -269,6 +269,34 @@ def test_a_store_at_a_kilobyte_a_second_costs_misses_until_it_is_fast_again(
 
 
 @needs_redis
+def test_a_store_at_five_megabytes_a_second_is_late_with_nothing(
+    start_daemon: Callable[..., Any], run_dir: Path, redis_server: RedisServer
+) -> None:
+    """More is wanted at once than the link carries within a deadline."""
+    line = SlowLine(redis_server.port)
+    try:
+        big = {"dram_bytes": 1 << 30, "segment_bytes": 64 << 20, "remote_deadline_ms": 5_000}
+        start = starter(start_daemon, run_dir, **big)
+        a = start("a", remote_url=redis_server.url)
+        b = start("b", remote_url=f"redis://127.0.0.1:{line.port}/0")
+        count = (32 << 20) // CHUNK
+        keys, own = a.keys(count, chain=1), b.keys(16, chain=2)
+        a.save(keys)
+        a.stored_remotely(count)
+        line.bytes_per_s = 5_000_000
+        with b.space.read(keys, wait_ms=60_000) as lease:
+            assert len(lease.settled()) == count, b.counters()
+        assert b.read(keys[:16]) == ["HIT"] * 16
+        b.save(own)
+        b.stored_remotely(16)
+        assert not b.counter("remote_trips") and not b.counter("remote_fetches_late")
+        a.close()
+        b.close()
+    finally:
+        line.close()
+
+
+@needs_redis
 def test_a_store_that_is_full_is_read_and_written_again_when_it_has_room(
     start_daemon: Callable[..., Any], run_dir: Path, redis_server: RedisServer
 ) -> None:

@@ -25,6 +25,7 @@ from math import inf
 from kvstore.core import events as ev
 from kvstore.core.chunks import DERIVED, DOOMED, KEPT, NONE
 from kvstore.core.namespaces import Namespace
+from kvstore.core.rate import AtOnce
 from kvstore.core.remote.sources import Sources
 from kvstore.core.state import State
 from kvstore.keys import tenant_mark
@@ -33,7 +34,6 @@ from kvstore.types import ChunkKey, DiskResult, Extents, Found, Millis, Namespac
 QUEUED_MAX = 8_192
 """Chunks that wait for their write; the oldest are passed over."""
 CHUNKS_PER_OP_MAX = 32
-BYTES_PER_OP_MAX = 8 << 20
 LOOKED_AT_PER_STEP_MAX = 512
 ALMOST_FULL = 8
 """An arena of which less than such a part is free is about to evict,"""
@@ -75,6 +75,7 @@ class RemoteSaves:
         self.to_store: OrderedDict[int, tuple[ChunkKey, Millis]] = OrderedDict()
         """By row: which chunk, and since when it waits."""
         self.stores: dict[OpId, Store] = {}
+        self._at_once = AtOnce(state.limits.remote_writes_in_flight_max, state.limits.remote_deadline_ms)
         self.stored: OrderedDict[tuple[NamespaceId, ChunkKey], Stored] = OrderedDict()
         self.stored_bytes = 0
         self.stored_of: dict[str, OrderedDict[tuple[NamespaceId, ChunkKey], None]] = {}
@@ -163,10 +164,10 @@ class RemoteSaves:
         oldest = next(iter(self.to_store.values()))[1]
         if len(self.to_store) < CHUNKS_PER_OP_MAX and state.now - oldest < limits.remote_linger_ms:
             return
-        while self.to_store and in_flight < limits.remote_writes_in_flight_max:
+        while self.to_store and in_flight < self._at_once.bytes:
             rows: list[int] = []
             size = 0
-            while self.to_store and len(rows) < CHUNKS_PER_OP_MAX and size < BYTES_PER_OP_MAX:
+            while self.to_store and len(rows) < CHUNKS_PER_OP_MAX and size < self._at_once.op_bytes:
                 looked_at += 1
                 if looked_at > LOOKED_AT_PER_STEP_MAX:
                     break
@@ -303,7 +304,10 @@ class RemoteSaves:
 
     def ended(self, event: ev.ChunksStored) -> None:
         state = self.state
+        under_way = sum(store.bytes for store in self.stores.values())
         store = self.stores.pop(event.op)
+        took_ms = state.now - store.deadline + state.limits.remote_deadline_ms
+        self._at_once.ended(took_ms, under_way, failed=DiskResult.OK not in event.results)
         namespace = state.namespace_of(store.rows[0])
         wheres = event.wheres or (None,) * len(store.keys)
         for row, key, result, where in zip(store.rows, store.keys, event.results, wheres, strict=True):

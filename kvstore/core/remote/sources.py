@@ -27,7 +27,7 @@ from kvstore.core import events as ev
 from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, FETCHING, FOREIGN, NONE, TAIL
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Segment
-from kvstore.core.rate import Rate
+from kvstore.core.rate import AtOnce, Rate
 from kvstore.core.state import State
 from kvstore.keys import is_tenant_mark
 from kvstore.types import (
@@ -53,11 +53,14 @@ PARKED_MAX = 4_096
 KNOWN_MAX = 1 << 17
 """Answers that are remembered; the oldest go."""
 CHUNKS_PER_OP_MAX = 32
-BYTES_PER_OP_MAX = 8 << 20
+OPS_AT_ONCE = 4
+"""That share what may be under way at one source, as long as that is little."""
 FETCHES_MAX = 16
 """Under way at one source. What is late counts: a source that hangs holds no more DRAM than that."""
 AHEAD_SHARE = 2
 """What nobody waits for takes such a part of what may be under way at most."""
+HELD_MAX = 256
+"""Chunks of sources that have enough to do, passed over in one step for those of others."""
 ERRORS_MAX = 3
 """Failures of a source in a row after which it is left alone."""
 ABSENT_AFTER_CORRUPT_MS = 60_000
@@ -106,6 +109,8 @@ class Source:
     """Counts its outages: an answer of before one does not count any more."""
     lookups: int = 0
     fetches: int = 0
+    bytes: int = 0
+    """Of the fetches under way, the late ones too."""
     rate: Rate = field(default_factory=Rate)
 
     def __repr__(self) -> str:
@@ -179,6 +184,7 @@ class Fetch:
     rows: list[int]
     keys: list[ChunkKey]
     bytes: int
+    began: Millis
     deadline: Millis
     quarantined: list[tuple[Segment, int]] | None = None
     """The targets, once it is late."""
@@ -196,7 +202,10 @@ class Sources:
         self.state = state
         self._reserve = reserve
         self._is_barred = is_barred
-        self.by_name = {name: Source(name) for name in state.limits.sources}
+        limits, most = state.limits, state.limits.remote_bytes_in_flight_max
+        self.by_name = {name: Source(name) for name in limits.sources}
+        self.at_once = {name: AtOnce(most, self._patience_ms(name), ops=OPS_AT_ONCE) for name in self.by_name}
+        """Of fetches."""
         self.known: OrderedDict[Name, dict[str, Answer]] = OrderedDict()
         self.lookups: dict[OpId, LookUp] = {}
         self._asking: dict[tuple[str, NamespaceId, ChunkKey], OpId] = {}
@@ -207,6 +216,8 @@ class Sources:
         self.wanted: deque[Wanted] = deque()
         self._ahead: deque[Wanted] = deque()
         self._without_slot: list[Wanted] = []
+        self._may_begin = False
+        """Whether something happened since no source had room for what is wanted of it."""
         self.fetches: dict[OpId, Fetch] = {}
         self._forgotten: dict[int, tuple[str, int]] = {}
         """FETCHING rows that somebody has forgotten meanwhile: at which count of which source's forgets. What was held
@@ -347,6 +358,7 @@ class Sources:
     def _remember(
         self, namespace: NamespaceId, key: ChunkKey, source: Source, found: Found | None, fresh_ms: Millis
     ) -> None:
+        self._may_begin = True
         name = (namespace, key)
         answers = self.known.pop(name, None) or {}
         answers[source.name] = Answer(found, self.state.now + fresh_ms, source.era)
@@ -464,6 +476,7 @@ class Sources:
         if chunks.flags[row] & FETCHING:
             if demanded and not chunks.reserved[row]:
                 self.wanted.append(Wanted(row, key, demanded=True))
+                self._may_begin = True
             return
         namespace = state.namespace_of(row)
         assert chunks.shard0[row] == NONE, chunks.describe(row)
@@ -475,21 +488,22 @@ class Sources:
         chunks.born_at[row] = state.restored_at  # nobody here knows when it was made
         chunks.flags[row] |= FETCHING
         (self.wanted if demanded else self._ahead).append(Wanted(row, key, demanded))
+        self._may_begin = True
 
     def pump(self) -> None:
         """After every step: begin what may begin."""
-        if self.wanted or self._ahead:
+        if self._may_begin and (self.wanted or self._ahead):
             self._start()
 
     def _start(self) -> None:
         state = self.state
-        in_flight = sum(fetch.bytes for fetch in self.fetches.values())
+        in_flight = sum(source.bytes for source in self.by_name.values())
         batches: dict[tuple[str, NamespaceId], list[int]] = {}
         held: list[Wanted] = []
         while (
             (self.wanted or self._ahead)
             and in_flight < state.limits.remote_bytes_in_flight_max
-            and len(held) < CHUNKS_PER_OP_MAX  # those of a source that has enough to do
+            and len(held) < HELD_MAX
         ):
             queue = self.wanted or self._ahead
             if not self.wanted and in_flight * AHEAD_SHARE >= state.limits.remote_bytes_in_flight_max:
@@ -508,8 +522,11 @@ class Sources:
                 continue
             source = choices[0][0]
             batch = batches.setdefault((source.name, namespace.id), [])
-            if source.fetches + (not batch) > FETCHES_MAX:
+            room = self._has_room(source, demanded=wanted.demanded)
+            if not room or source.fetches + (not batch) > FETCHES_MAX:
                 held.append(wanted)
+                if len(self.by_name) == 1:
+                    break
                 continue
             if not self._reserve(row, wanted.demanded):
                 if wanted.demanded and row in state.waits and len(self._without_slot) < PARKED_MAX:
@@ -519,15 +536,25 @@ class Sources:
                 continue
             batch.append(row)
             in_flight += namespace.payload_bytes
+            source.bytes += namespace.payload_bytes
             size = len(batch) * namespace.payload_bytes
-            if len(batch) >= CHUNKS_PER_OP_MAX or size >= BYTES_PER_OP_MAX:
+            if len(batch) >= CHUNKS_PER_OP_MAX or size >= self.at_once[source.name].op_bytes:
                 self._begin(source, namespace, batch)
                 del batches[source.name, namespace.id]
         for (name, namespace_id), rows in batches.items():
             if rows:
                 self._begin(self.by_name[name], state.namespaces[namespace_id], rows)
+        self._may_begin = False
         for wanted in reversed(held):
             (self.wanted if wanted.demanded else self._ahead).appendleft(wanted)
+
+    def _patience_ms(self, source: str) -> Millis:
+        limits = self.state.limits
+        return min(limits.remote_deadline_ms, limits.fetch_within_ms.get(source, limits.remote_deadline_ms))
+
+    def _has_room(self, source: Source, *, demanded: bool) -> bool:
+        """Whether one more chunk may be asked for; at least one may be under way, however slow the source is."""
+        return source.bytes * (1 if demanded else AHEAD_SHARE) < self.at_once[source.name].bytes
 
     def _still_wanted(self, wanted: Wanted) -> bool:
         chunks = self.state.chunks
@@ -541,7 +568,7 @@ class Sources:
         keys = [state.chunks.key[row] for row in rows]
         size = len(rows) * namespace.payload_bytes
         deadline = state.now + state.limits.remote_deadline_ms
-        self.fetches[op] = Fetch(source, rows, keys, size, deadline)
+        self.fetches[op] = Fetch(source, rows, keys, size, state.now, deadline)
         source.fetches += 1
         source.rate.begin(state.now)
         wheres = tuple(self._choices(namespace.id, key)[0][1].where for key in keys)
@@ -554,6 +581,9 @@ class Sources:
         state = self.state
         fetch = self.fetches.pop(event.op)
         fetch.source.fetches -= 1
+        under_way = fetch.source.bytes
+        fetch.source.bytes -= fetch.bytes
+        self._may_begin = True
         if fetch.quarantined is not None:
             for segment, slot in fetch.quarantined:
                 state.free_slot(segment, slot)
@@ -562,6 +592,7 @@ class Sources:
         for row, chunk in zip(fetch.rows, event.chunks, strict=True):
             self._has_come(fetch.source, row, self._if_newer(fetch.source, row, chunk, event.count), came)
         sizes = sum(state.namespace_of(row).payload_bytes for row in came)
+        self.at_once[fetch.source.name].ended(state.now - fetch.began, under_way, failed=not came)
         self._end_rate(fetch, sizes)
         state.counters["remote_bytes_fetched"] += sizes
         state.arrived(came)
@@ -660,6 +691,7 @@ class Sources:
         key = state.chunks.key[row]
         if not state.chunks.flags[row] & DOOMED and self._choices(state.namespace_of(row).id, key):
             self.wanted.append(Wanted(row, key, demanded=True))
+            self._may_begin = True
         else:
             self._failed(row, reason)
 
@@ -706,6 +738,7 @@ class Sources:
 
     def try_again(self) -> None:
         """There may be DRAM now for what found none."""
+        self._may_begin = True
         waiting, self._without_slot = self._without_slot, []
         self.wanted.extend(waiting)
 
@@ -713,6 +746,7 @@ class Sources:
         """Nobody waits for it any longer; its targets stay out of use until the call has returned."""
         state = self.state
         fetch.quarantined = []
+        self.at_once[fetch.source.name].is_late()
         self._end_rate(fetch, 0)
         self._trip(fetch.source, "a fetch missed its deadline")
         state.counters["remote_fetches_late"] += 1
@@ -729,6 +763,7 @@ class Sources:
         for source in self.by_name.values():
             found[f"source_{source.name}_well"] = source.is_well
             found[f"source_{source.name}_bytes_per_s"] = source.rate.bytes_per_s
+            found[f"source_{source.name}_bytes_at_once"] = self.at_once[source.name].bytes
             found[f"source_{source.name}_chunks_coming"] = sum(
                 len(fetch.rows) for fetch in self.fetches.values() if fetch.source is source
             )
@@ -755,4 +790,6 @@ class Sources:
         for source in self.by_name.values():
             mine = [lookup for lookup in self.lookups.values() if lookup.source is source and not lookup.late]
             assert source.lookups == len(mine), source
-            assert source.fetches == sum(fetch.source is source for fetch in self.fetches.values()), source
+            fetches = [fetch for fetch in self.fetches.values() if fetch.source is source]
+            assert source.fetches == len(fetches), source
+            assert source.bytes == sum(fetch.bytes for fetch in fetches), source

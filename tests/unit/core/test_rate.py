@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.core.rate import AT_FIRST_BYTES, AT_LEAST_BYTES, REMEMBERED_MS, AtOnce, Rate
+from kvstore.core.rate import REMEMBERED_MS, AtOnce, Rate
 
 MIB = 1 << 20
 
@@ -69,7 +69,7 @@ def test_what_is_under_way_ends_before_its_deadline(bytes_per_s: int) -> None:
         began, size = now, at_once.bytes
         now += size * 1_000 // (bytes_per_s * 1_000_000)
         latest = max(latest, now - began)
-        at_once.ended(began + 2_000, now)
+        at_once.ended(now - began, size)
     assert latest <= 2_000
     assert at_once.bytes >= min(64 * MIB, bytes_per_s * 250_000 // 2), "and no less than it could be"
 
@@ -77,19 +77,47 @@ def test_what_is_under_way_ends_before_its_deadline(bytes_per_s: int) -> None:
 def test_a_disk_that_becomes_slow_is_late_once() -> None:
     at_once = AtOnce(64 * MIB, 2_000)
     for _ in range(3):
-        at_once.ended(2_000, 4)
+        at_once.ended(4, at_once.bytes)
     assert at_once.bytes == 64 * MIB
-    at_once.ended(2_000, 2_001)
-    assert at_once.bytes == AT_LEAST_BYTES
-    at_once.ended(4_000, 2_900)
-    assert at_once.bytes == AT_LEAST_BYTES, "neither more nor less where it takes a good part of its time"
-    at_once.ended(6_000, 4_010)
-    assert at_once.bytes == 2 * AT_LEAST_BYTES
+    at_once.ended(2_001, at_once.bytes)
+    assert at_once.bytes == MIB
+    at_once.ended(900, at_once.bytes)
+    assert at_once.bytes == MIB, "neither more nor less where it takes a good part of its time"
+    at_once.ended(10, at_once.bytes)
+    assert at_once.bytes == 2 * MIB
 
 
-def test_a_small_bound_holds() -> None:
-    at_once = AtOnce(4_096, 2_000)
-    for took in (0, 1_500, 2_500, 0, 0):
-        at_once.ended(2_000, took)
-        assert at_once.bytes == 4_096
-    assert AtOnce(64 * MIB, 2_000).bytes == AT_FIRST_BYTES == at_once.op_bytes * 8
+@pytest.mark.parametrize("most", [64 * MIB, 4_096, 1])
+def test_its_bounds_hold(most: int) -> None:
+    at_once = AtOnce(most, 2_000)
+    assert at_once.bytes == at_once.op_bytes == most // 8
+    for took in (*(0,) * 20, 1_500, 2_500, *(1_500,) * 20, 0):
+        at_once.ended(took, at_once.bytes)
+        assert most // 64 <= at_once.bytes <= most
+
+
+def test_several_ops_share_what_may_be_under_way_while_it_is_little() -> None:
+    at_once = AtOnce(64 * MIB, 2_000, ops=4)
+    assert at_once.op_bytes == 2 * MIB
+    for _ in range(3):
+        at_once.ended(4, at_once.bytes)
+    assert at_once.op_bytes == 8 * MIB
+    at_once.ended(2_001, at_once.bytes)
+    assert at_once.op_bytes == MIB
+
+
+def test_an_op_that_fails_soon_is_no_reason_to_ask_for_more() -> None:
+    at_once = AtOnce(64 * MIB, 2_000)
+    at_once.ended(4, at_once.bytes, failed=True)
+    assert at_once.bytes == 8 * MIB
+    at_once.ended(1_500, at_once.bytes, failed=True)
+    assert at_once.bytes == 4 * MIB, "one that hung is"
+
+
+def test_that_few_bytes_come_soon_says_nothing_of_many() -> None:
+    at_once = AtOnce(64 * MIB, 2_000)
+    for _ in range(20):
+        at_once.ended(100, 2 * MIB)
+    assert at_once.bytes == 8 * MIB
+    at_once.ended(100, 5 * MIB)
+    assert at_once.bytes == 16 * MIB

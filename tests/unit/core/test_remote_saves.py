@@ -15,11 +15,13 @@ from kvstore.types import ChunkKey, NamespaceId, WorkerId
 KEYS = chain("k", 4)
 
 
-def start(writes: str = "write-through", **limits: Any) -> tuple[RemoteWorld, WorkerId, NamespaceId]:
+def start(
+    writes: str = "write-through", *, shard_bytes: int = PAGE, **limits: Any
+) -> tuple[RemoteWorld, WorkerId, NamespaceId]:
     defaults = {"segments": 2, "segment_bytes": 8 * PAGE, "reserve_share_max": 1.0}
     world = RemoteWorld(**{**defaults, "remote_store": "remote", "remote_writes": writes, **limits})
     worker = world.join()
-    return world, worker, world.open(spec(), worker)
+    return world, worker, world.open(spec(shard_bytes=shard_bytes), worker)
 
 
 def there(world: RemoteWorld) -> set[ChunkKey]:
@@ -76,7 +78,7 @@ def test_what_left_the_node_comes_back_without_a_look_up() -> None:
 
 
 def test_a_hung_write_pins_no_more_than_it_may_and_delays_nobody() -> None:
-    world, worker, namespace = start(remote_writes_in_flight_max=4 * PAGE, remote_deadline_ms=400)
+    world, worker, namespace = start(remote_writes_in_flight_max=32 * PAGE, remote_deadline_ms=400)
     world.hold = {ev.StoreChunks}
     for number in range(2):
         world.save(worker, namespace, chain(f"o {number}", 4))
@@ -170,3 +172,26 @@ def test_a_dry_recall_and_a_refused_one_leave_none() -> None:
     with pytest.raises(Exception, match="admin"):
         world.ask(ev.Recall, worker, b"m" * 16)
     assert not world.tombstones and not world.store.state.to_hold
+
+
+def test_no_more_is_written_at_once_than_ends_before_its_deadline() -> None:
+    """A link of two chunks a second."""
+    mib = 1 << 20
+    world, worker, namespace = start(
+        segments=4,
+        segment_bytes=32 * mib,
+        shard_bytes=mib,
+        remote_writes_in_flight_max=64 * mib,
+        remote_deadline_ms=5_000,
+    )
+    world.hold = {ev.StoreChunks}
+    keys = chain("k", 48)
+    world.save(worker, namespace, keys)
+    under_way = []
+    while world.held:
+        under_way.append(sum(len(held.keys) for held in world.held))
+        first = world.held[0]
+        world.tick(500 * len(first.keys))
+        world.finish(first)
+    assert max(under_way) == 8
+    assert there(world) == set(keys) and not world.counters["remote_trips"]

@@ -283,3 +283,48 @@ def test_another_node_is_served_from_this_one_alone() -> None:
     answer = world.ask(ev.Acquire, peer, namespace, KEYS, wait_ms=5_000, prefix_only=False, local=True)
     assert [reason.name for reason in answer.reasons] == ["NONE", "NONE", "EVICTED", "EVICTED"]
     assert not world.counters["remote_chunks_fetched"]
+
+
+MIB = 1 << 20
+
+
+def test_as_much_is_asked_of_a_source_as_comes_before_its_deadline() -> None:
+    """A link of 2 chunks a second: more at once and it would be left alone."""
+    world = RemoteWorld(
+        segments=4, segment_bytes=32 * MIB, remote_deadline_ms=5_000, remote_bytes_in_flight_max=64 * MIB
+    )
+    worker = world.join()
+    namespace = world.open(spec(shard_bytes=MIB), worker)
+    keys = chain("k", 64)
+    world.put_elsewhere(namespace, keys)
+    world.hold = {ev.FetchChunks}
+    world.ask(ev.Acquire, worker, namespace, keys, wait_ms=60_000)
+    under_way = []
+    while world.held:
+        under_way.append(sum(len(held.keys) for held in world.held))
+        first = world.held[0]
+        world.tick(500 * len(first.keys))
+        world.finish(first)
+    assert max(under_way) == 8
+    ready, failed = settled(world)
+    assert sorted(ready) == sorted(keys) and not failed
+    assert not world.counters["remote_trips"]
+
+
+def test_what_a_slow_source_has_does_not_keep_back_what_another_has() -> None:
+    world = RemoteWorld(
+        segments=4, segment_bytes=32 * MIB, sources=("peer", "remote"), remote_bytes_in_flight_max=64 * MIB
+    )
+    worker = world.join()
+    namespace = world.open(spec(shard_bytes=MIB), worker)
+    slow, quick = chain("slow", 48), chain("quick", 8)
+    world.put_elsewhere(namespace, slow, source="remote")
+    world.put_elsewhere(namespace, quick, source="peer")
+    world.hold = {ev.FetchChunks}
+    acquire(world, worker, namespace, slow)
+    acquire(world, worker, namespace, quick)
+    mine = {
+        held.source: sum(len(other.keys) for other in world.held if other.source == held.source)
+        for held in world.held
+    }
+    assert mine == {"remote": 8, "peer": 8}
