@@ -77,9 +77,10 @@ START_S = 240.0
 CLEAR = 1e-3
 """So far apart the two largest logits of each token of an answer are: rounding decides nothing."""
 PLACES = ("load", "save")
-CANARIES = ("wrong", "deaf")
-"""Bugs to plant into the workers: one copy in some is not what the store has; one chunk in some is never saved, and
-counted as saved; an answer in some is never given."""
+CANARIES = ("wrong", "forgetful", "deaf")
+"""Bugs to plant into the workers: one copy in some is not what the store has; one chunk in some, always the same ones,
+is counted as saved and is not there; an answer in some is never given."""
+LOST_IN = 8
 
 
 # ------------------------------------------------------------------------------------------------- worker processes
@@ -89,6 +90,7 @@ def serve(arm: Path, canary: str, arguments: Sequence[str]) -> None:
     """A worker, which kills whom the file `arm` names (`place`, `after` how many calls there, `pid`) in the middle of a
     copy."""
     import kvstore.client.lease
+    from kvstore.errors import StoreError
     from kvstore.gpu_worker import worker
     from kvstore.gpu_worker.saver import Saver
     from kvstore.gpu_worker.serve.service import Job
@@ -130,6 +132,18 @@ def serve(arm: Path, canary: str, arguments: Sequence[str]) -> None:
         return shard(self, *which)
 
     lease.copy_pairs, Saver._shard = copying, saving  # type: ignore[method-assign]
+    if canary == "forgetful":
+        save_batch = Saver._save_batch
+
+        def losing(self: Any, save: Any, keys: Any, *rest: Any) -> list[bool]:
+            fine = save_batch(self, save, keys, *rest)
+            lost = [key for key, saved in zip(keys, fine, strict=True) if saved and key[0] % LOST_IN == 0]
+            with contextlib.suppress(StoreError):  # a daemon that is away has not got it either
+                if lost:
+                    save.turn.namespace.forget(keys=lost)
+            return fine
+
+        Saver._save_batch = losing  # type: ignore[method-assign]
     if canary == "deaf":
 
         async def never(self: Any) -> Any:

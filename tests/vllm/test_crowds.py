@@ -1,0 +1,564 @@
+"""Engines that share a daemon, each kept busy by several requests at once: vLLM's own scheduler, without a model. What
+a token's KV holds depends on all tokens before it. Before each step it is looked at, on every rank, for all that vLLM
+takes for computed.
+
+The paged caches are so small that requests preempt one another. Requests go on where others have ended, also another
+engine's; they are aborted at any time, and say strange things of what a prefill engine has promised; caches are reset,
+loads are held up or fail on one rank, the daemon is killed or stands still. With the connector two ranks, with the tier
+one, and models of one group and of several."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvstore.client import connect
+from kvstore.gpu_worker.connectors.vllm.tier import KVStoreTier
+
+from .conftest import BLOCK, BOUND_S, Daemon, Executor, prompt, transfer_config
+from .test_ranks import FailsAtLayer
+from .test_tier import tiering
+
+LAYERS, HEADS, WIDTH = 3, 2, 8
+BLOCKS = 26
+"""Of each rank's cache, for each group."""
+ROWS = 14
+"""Of vLLM's own host memory above the tier, for each group."""
+STEPS = 600
+"""In which requests come; then all that there are end."""
+REQUESTS_MAX = 60
+TOKENS_MAX = 550
+LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 97, 160, 200, 257, 330, 400)
+IMPATIENT = {"lookup_ms": 300, "load_ms": 1500, "save_ms": 1500, "hold_ms": 300}
+SHAPE: dict[str, Any] = {
+    "block_size": BLOCK,
+    "num_kv_heads": HEADS,
+    "head_size": WIDTH,
+    "dtype": torch.float32,
+}
+FULL = FullAttentionSpec(**SHAPE)
+WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=80)
+NARROW = SlidingWindowSpec(**SHAPE, sliding_window=33)
+BLOCK_BYTES = LAYERS * FULL.page_size_bytes
+SEEDS = 4
+pytestmark = pytest.mark.timeout(600)
+
+
+def chain(salt: str, tokens: Sequence[int]) -> list[int]:
+    """A number for each place, of all tokens up to it."""
+    numbers, so_far = [], sum(salt.encode())
+    for token in tokens:
+        so_far = (so_far * 1_000_003 + token + 1) % ((1 << 61) - 1)
+        numbers.append(so_far)
+    return numbers
+
+
+class Told:
+    """A request, and the tokens that the model will say."""
+
+    def __init__(self, request: Request, tokens: list[int], count: int, salt: str) -> None:
+        self.request = request
+        self.salt = salt
+        self.tokens = list(tokens)
+        numbers = chain(salt, tokens)
+        for _ in range(count + 2):
+            self.tokens.append(3 + numbers[-1] % 500)
+            numbers = chain(salt, self.tokens)
+        self.values = torch.tensor([number % 4093 for number in numbers], dtype=torch.float32)
+
+
+class Crowd:
+    """One engine and its requests."""
+
+    def __init__(
+        self,
+        model: Path,
+        transfer: dict[str, Any],
+        chosen: random.Random,
+        *,
+        specs: Sequence[Any] = (FULL,),
+        ranks: int = 1,
+        ahead: bool = False,
+    ) -> None:
+        """`specs`: of each group of layers; `ahead`: steps are scheduled while the one before is computed."""
+        init_none_hash(sha256)
+        config = VllmConfig(
+            model_config=ModelConfig(model=str(model), dtype="float32", skip_tokenizer_init=True),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=4,
+                max_num_batched_tokens=120,  # no multiple of a block
+                max_model_len=1024,
+                is_encoder_decoder=False,
+                async_scheduling=ahead,
+                policy="priority",
+                disable_hybrid_kv_cache_manager=False,
+            ),
+            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+            device_config=DeviceConfig("cpu"),
+            kv_transfer_config=KVTransferConfig(**transfer),
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+        )
+        config.parallel_config.tensor_parallel_size = ranks
+        self.specs = list(specs)
+        self.names = [[f"layer.{group}.{n}" for n in range(LAYERS)] for group in range(len(specs))]
+        groups = [KVCacheGroupSpec(*each) for each in zip(self.names, specs, strict=True)]
+        self.blocks = BLOCKS * len(specs)
+        cache = KVCacheConfig(self.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+        config.cache_config.num_gpu_blocks = self.blocks
+        self.model_executor = Executor(config, ranks)  # as vLLM's engine has one when it makes its scheduler
+        self.scheduler = (AsyncScheduler if ahead else Scheduler)(
+            vllm_config=config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            log_stats=True,
+        )
+        self.workers = []
+        self.tensors = []
+        layouts = {}
+        for rank in range(ranks):
+            config.parallel_config.rank = rank
+            worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
+            shape = (self.blocks, 2 * HEADS, BLOCK, WIDTH)
+            tensors = {name: torch.zeros(shape) for names in self.names for name in names}
+            worker.register_kv_caches(tensors)
+            layouts[0, rank] = worker.get_handshake_metadata()
+            self.workers.append(worker)
+            self.tensors.append(tensors)
+        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(layouts)
+        self._aggregator = KVOutputAggregator(ranks)
+        self.chosen = chosen
+        self.told: dict[str, Told] = {}
+        self.ended: list[Told] = []
+        self.asked = self.preempted = 0
+        self._ahead = ahead
+        self._pending: tuple[Any, Any] | None = None
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.shutdown()
+        self.scheduler.connector.shutdown()
+
+    # ----------------------------------------------------------------------------------------------- what happens
+
+    def add(self, tokens: list[int], salt: str, priority: int, **changes: Any) -> None:
+        self.asked += 1
+        count = self.chosen.choice((1, 2, 5, 40, 70))
+        request = Request(
+            request_id=f"r{self.asked}",
+            prompt_token_ids=tokens,
+            sampling_params=SamplingParams(max_tokens=count, ignore_eos=True),
+            pooling_params=None,
+            mm_features=None,
+            cache_salt=salt or None,
+            priority=priority,
+            block_hasher=get_request_block_hasher(BLOCK, sha256),
+        )
+        for name, value in changes.items():
+            setattr(request, name, value)
+        self.told[request.request_id] = Told(request, tokens, count, salt)
+        self.scheduler.add_request(request)
+
+    def abort(self) -> None:
+        if self.told:
+            name = self.chosen.choice(list(self.told))
+            self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+            del self.told[name]
+
+    def reset(self) -> None:
+        running, connector = self.chosen.choice(self.resets())
+        try:
+            self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
+        except RuntimeError as error:  # vLLM's own
+            if not running or "waiting for remote KV" not in str(error):
+                raise
+
+    def resets(self) -> list[tuple[bool, bool]]:
+        """(of running requests, of the connector)"""
+        return [*[(False, False), (True, False)] * 3, (False, True), (True, True)]
+
+    def hold(self) -> None:
+        """Nothing is loaded until it is let go."""
+        raise NotImplementedError
+
+    def spoil(self) -> None:
+        """Of what is loaded, some fails."""
+        raise NotImplementedError
+
+    def mend(self) -> None:
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------------------ a step
+
+    def step(self) -> None:
+        output = self.scheduler.schedule()
+        told = {name: self.told[name] for name in output.num_scheduled_tokens}
+        spans = {}
+        for name, count in output.num_scheduled_tokens.items():
+            request = told[name].request
+            blocks = self.scheduler.kv_cache_manager.get_block_ids(name)
+            spans[name] = request.num_computed_tokens - count, request.num_computed_tokens, blocks
+        says = [
+            [] if told[name].request.is_prefill_chunk else [told[name].tokens[spans[name][1]]]
+            for name in told
+        ]
+        merged = self._executed(output, told, spans, says)
+        before, self._pending = self._pending, (output, merged)
+        if not self._ahead:
+            before, self._pending = self._pending, None
+        if before is not None:
+            self._update(*before)
+
+    def _update(self, output: Any, merged: Any) -> None:
+        self.scheduler.update_from_output(output, merged)
+        for name in list(self.told):
+            told = self.told[name]
+            if told.request.is_finished():
+                self.ended.append(self.told.pop(name))
+                assert list(told.request.all_token_ids) == told.tokens[: told.request.num_tokens]
+
+    def _executed(self, output: Any, told: dict[str, Told], spans: dict[str, Any], says: Any) -> Any:
+        metadata = output.kv_connector_metadata
+        now = output.has_sync_kv_loads
+        arriving = {block for load in metadata.loads for block in load.blocks} if now else set()
+        results = []
+        wrong: set[str] = set()
+        """Requests that attention computed on what was not there: vLLM hears of it after the step."""
+        for rank, worker in enumerate(self.workers):
+            worker.handle_preemptions(metadata)
+            worker.bind_connector_metadata(metadata)
+            if now:
+                worker.start_load_kv(None)
+            for group, names in enumerate(self.names):
+                for layer, name in enumerate(names):
+                    worker.wait_for_layer_load(name)
+                    tensor, base = self.tensors[rank][name], 4096.0 * (layer + LAYERS * (group + 4 * rank))
+                    for each, (start, end, blocks) in spans.items():
+                        expected = told[each].values + base
+                        if gone := self._gone(group, tensor, expected, start, blocks[group]):
+                            assert now and gone <= arriving, (each, rank, name, gone, start)
+                            wrong.add(each)
+                        values = expected[start:end] + 0.5 * (each in wrong)
+                        places = torch.arange(start, end)
+                        numbers = torch.tensor(blocks[group])[places // BLOCK]
+                        tensor[numbers, :, places % BLOCK] = values[:, None, None]
+                    worker.save_kv_layer(name, tensor, None)
+            if not now:
+                worker.start_load_kv(None)
+            worker.wait_for_save()
+            done = worker.get_transfer_results(output.finished_req_ids)
+            results.append(
+                ModelRunnerOutput(
+                    req_ids=list(told),
+                    req_id_to_index={name: number for number, name in enumerate(told)},
+                    sampled_token_ids=says,
+                    kv_connector_output=KVConnectorOutput(
+                        finished_recving=done.finished_recving,
+                        invalid_block_ids=worker.get_block_ids_with_load_errors(),
+                        kv_connector_stats=worker.get_kv_connector_stats(),
+                        kv_connector_worker_meta=worker.build_connector_worker_meta(),
+                    ),
+                )
+            )
+            worker.clear_connector_metadata()
+        self.preempted += len(output.preempted_req_ids or ())
+        merged = self._aggregator.aggregate(results)
+        failed = merged.kv_connector_output.invalid_block_ids
+        for name in wrong:
+            assert failed.intersection(spans[name][2][0]), f"{name} was computed on what was not there"
+        return merged
+
+    def _gone(self, group: int, tensor: Any, expected: Any, end: int, blocks: Sequence[int]) -> set[int]:
+        """Blocks that lack something of what the next token needs of those before `end`."""
+        window = getattr(self.specs[group], "sliding_window", None)
+        first = max(0, end - window + 1) if window else 0
+        low, high = first // BLOCK, -(-end // BLOCK)
+        held = tensor[list(blocks[low:high])].permute(0, 2, 1, 3).flatten(0, 1)[: end - low * BLOCK]
+        right = (held == expected[low * BLOCK : end, None, None]).flatten(1).all(1)
+        right[: first - low * BLOCK] = True
+        return {blocks[low + place // BLOCK] for place in (~right).nonzero().flatten().tolist()}
+
+    # --------------------------------------------------------------------------------------------------- the end
+
+    def finish(self) -> None:
+        until = time.monotonic() + BOUND_S
+        while self.scheduler.has_requests() or self._pending is not None:
+            assert time.monotonic() < until, [(name, each.request.status) for name, each in self.told.items()]
+            self.step()
+            if not self.scheduler.has_requests() and self._pending is not None:
+                self._update(*self._pending)
+                self._pending = None
+
+    def is_idle(self) -> bool:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return bool(pool.get_num_free_blocks() == self.blocks - 1)  # vLLM's null block is never free
+
+    def restored(self) -> int:
+        """Blocks, or rows."""
+        raise NotImplementedError
+
+    def bugs(self) -> int:
+        raise NotImplementedError
+
+
+class ByConnector(Crowd):
+    """Two ranks."""
+
+    def __init__(self, model: Path, run_dir: Path, chosen: random.Random, extra: dict[str, Any], **more: Any):
+        super().__init__(model, transfer_config(run_dir, **extra), chosen, ranks=2, **more)
+        self._gates: list[threading.Event] = []
+        self._loaders = [worker.worker_side._loader for worker in self.workers]
+        self._whole = [(loader._fill, loader._blocks) for loader in self._loaders]
+
+    def hold(self) -> None:
+        gate = threading.Event()
+        self._gates.append(gate)
+        for loader in self._loaders:
+            loader._fill = partial(_behind, gate, loader._fill)
+
+    def spoil(self) -> None:
+        loader = self.chosen.choice(self._loaders)
+        loader._fill = partial(_short, self.chosen.randrange(4), loader._fill)
+        loader._blocks = FailsAtLayer(loader._blocks, 1)
+
+    def mend(self) -> None:
+        for gate in self._gates:
+            gate.set()
+        self._gates.clear()
+        for loader, (fill, blocks) in zip(self._loaders, self._whole, strict=True):
+            loader._fill, loader._blocks = fill, blocks
+
+    def is_idle(self) -> bool:
+        side = self.scheduler.connector.scheduler_side
+        return super().is_idle() and not (side._requests or side._loading or side._arriving)
+
+    def restored(self) -> int:
+        return int(self.workers[0].worker_side.tally.total["blocks_loaded"])
+
+    def bugs(self) -> int:
+        sides = [self.scheduler.connector.scheduler_side, *(worker.worker_side for worker in self.workers)]
+        return int(sum(side.tally.total["bugs"] for side in sides))
+
+
+class ByTier(Crowd):
+    """Below vLLM's own host memory."""
+
+    def __init__(self, model: Path, run_dir: Path, chosen: random.Random, extra: dict[str, Any], **more: Any):
+        transfer = tiering(run_dir, **extra)
+        rows = ROWS * len(more.get("specs", (FULL,)))
+        transfer["kv_connector_extra_config"]["cpu_bytes_to_use"] = rows * BLOCK_BYTES
+        super().__init__(model, transfer, chosen, **more)
+        self.manager = self.scheduler.connector.connector_scheduler.manager
+        (self.tier,) = self.manager.secondary_tiers
+        assert isinstance(self.tier, KVStoreTier)
+        self._gates: list[threading.Event] = []
+        self._copy = self.tier._loader._copy
+
+    def resets(self) -> list[tuple[bool, bool]]:
+        """vLLM's OffloadingConnector asserts that a request whose running is reset has nothing to load in the next
+        step, which is not so while its host memory has what it needs."""
+        return [*[(False, False)] * 3, (False, True), (True, True)]
+
+    def reset(self) -> None:
+        side = self.scheduler.connector.connector_scheduler
+        if self.chosen.random() < 0.5 and not (side._jobs or self.manager._jobs):
+            self.manager.primary_tier.reset_cache()  # as after a restart
+        super().reset()
+
+    def hold(self) -> None:
+        gate = threading.Event()
+        self._gates.append(gate)
+        self.tier._loader._copy = partial(_behind, gate, self.tier._loader._copy)
+
+    def spoil(self) -> None:
+        self.tier._loader._copy = partial(_every_second, self.tier._loader._copy)
+
+    def mend(self) -> None:
+        for gate in self._gates:
+            gate.set()
+        self._gates.clear()
+        self.tier._loader._copy = self._copy
+
+    def is_idle(self) -> bool:
+        # vLLM's manager hears of what is done when it is asked, step by step.
+        self.step()
+        left = self.manager._jobs or self.tier._requests or self.tier._waiting or self.tier._begun
+        return super().is_idle() and not left
+
+    def restored(self) -> int:
+        return int(self.tier.tally.total["blocks_loaded"])
+
+    def bugs(self) -> int:
+        return int(self.tier.tally.total["bugs"])
+
+
+def _short(most: int, fill: Callable[..., int], *arguments: Any) -> int:
+    return min(most, fill(*arguments))
+
+
+def _behind(gate: threading.Event, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    assert gate.wait(BOUND_S)
+    return call(*arguments, **named)
+
+
+def _every_second(copy: Callable[..., bool], transfer: Any, number: int, hit: Any) -> bool:
+    return number % 2 == 0 and copy(transfer, number, hit)
+
+
+WAYS: dict[str, Callable[..., Crowd]] = {
+    "connector": ByConnector,
+    "connector, layer by layer": lambda *given: ByConnector(*given[:3], {**given[3], "layerwise": True}),
+    "connector, scheduled ahead": partial(ByConnector, ahead=True),
+    "connector, chosen": lambda *given: ByConnector(*given[:3], {**given[3], "compute_or_load": True}),
+    "tier": ByTier,
+    "tier, scheduled ahead": partial(ByTier, ahead=True),
+    "tier, a window": partial(ByTier, specs=(WINDOW,)),
+    "tier, windows and full": partial(ByTier, specs=(WINDOW, FULL, NARROW)),
+}
+
+
+@pytest.fixture(scope="module")
+def daemon(folder: Path) -> Iterator[Daemon]:
+    home = folder / "crowds"
+    home.mkdir()
+    (home / "ssd").mkdir()
+    # Less DRAM than is saved: some of what is loaded is on SSD, and some is gone.
+    daemon = Daemon(
+        home,
+        dram_bytes=4 << 20,
+        segment_bytes=1 << 20,
+        staging_bytes=1 << 20,
+        ssd_dir=home / "ssd",
+        ssd_bytes=64 << 20,
+        ssd_slab_bytes=1 << 20,
+        durable_within_ms=300,
+    )
+    yield daemon
+    daemon.stop()
+
+
+def pinned(daemon: Daemon) -> int:
+    with connect(str(daemon.run_dir), timeout_s=30.0) as client:
+        return sum(namespace.pinned_bytes for namespace in client.stats(timeout_s=30.0).namespaces)
+
+
+STRANGE: tuple[Any, ...] = (
+    {"do_remote_decode": True},
+    {"kvstore_blocks": 7},
+    {"kvstore_blocks": -1},
+    {"kvstore_blocks": 1 << 70},
+    {"kvstore_blocks": "all"},
+    {
+        "kv_hints": {
+            "protocol_version": "1",
+            "actions": [{"action_id": "a", "action_type": "pin", "payload": {}}],
+        }
+    },
+    {"kv_hints": [1]},
+)
+
+
+def happen(chosen: random.Random, crowds: list[Crowd], daemon: Daemon, ended: list[Told]) -> None:
+    crowd = chosen.choice(crowds)
+    what = chosen.random()
+    if what < 0.30 and len(crowd.told) < 6 and crowd.asked < REQUESTS_MAX:
+        if ended and chosen.random() < 0.5:
+            told = chosen.choice(ended)
+            tokens, salt = told.tokens[: told.request.num_tokens], told.salt
+        else:
+            tokens = prompt(900 + chosen.randrange(4), chosen.choice(LENGTHS))
+            salt = chosen.choice(("", "", "alice"))
+        if chosen.random() < 0.5:
+            tokens = tokens + prompt(950 + chosen.randrange(3), chosen.randrange(1, 60))
+        changes: dict[str, Any] = {}
+        if chosen.random() < 0.2:
+            changes["kv_transfer_params"] = chosen.choice(STRANGE)
+        if chosen.random() < 0.1:
+            changes["skip_reading_prefix_cache"] = True
+        crowd.add(tokens[:TOKENS_MAX], salt, chosen.randrange(3), **changes)
+    elif what < 0.32:
+        crowd.abort()
+    elif what < 0.36:
+        crowd.reset()
+    elif what < 0.38:
+        crowd.hold()
+    elif what < 0.40:
+        crowd.spoil()
+    elif what < 0.50:
+        crowd.mend()
+    elif what < 0.51:
+        daemon.signal(signal.SIGSTOP)
+    elif what < 0.56:
+        daemon.signal(signal.SIGCONT)
+    elif what < 0.563:
+        daemon.kill()
+        daemon.start()
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + BOUND_S
+    while not what():
+        assert time.monotonic() < deadline, what
+        threading.Event().wait(0.02)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("way", WAYS)
+def test_what_vllm_takes_for_computed_is_what_was_computed(
+    model: Path, daemon: Daemon, way: str, seed: int
+) -> None:
+    chosen = random.Random(f"{way} {seed}")
+    extra = {**IMPATIENT, "salt": f"{way} {seed}"}
+    crowds = [WAYS[way](model, daemon.run_dir, chosen, extra) for _ in range(2)]
+    ended: list[Told] = []
+    try:
+        for _ in range(STEPS):
+            happen(chosen, crowds, daemon, ended)
+            for crowd in crowds:
+                crowd.step()
+                ended += crowd.ended
+                crowd.ended.clear()
+        daemon.signal(signal.SIGCONT)
+        for crowd in crowds:
+            crowd.mend()
+            crowd.finish()
+            until(crowd.is_idle)
+        until(lambda: not pinned(daemon))
+        print(way, seed, [(crowd.asked, crowd.restored(), crowd.preempted) for crowd in crowds])
+        assert sum(crowd.restored() for crowd in crowds), "nothing was loaded: this shows nothing"
+        assert not any(crowd.bugs() for crowd in crowds)
+    finally:
+        daemon.signal(signal.SIGCONT)
+        for crowd in crowds:
+            crowd.mend()
+            crowd.close()
