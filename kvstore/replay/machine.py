@@ -93,7 +93,7 @@ class Keys(dict[int, ChunkKey]):
     """By number of a chunk."""
 
     def __missing__(self, number: int) -> ChunkKey:
-        key = self[number] = ChunkKey(number.to_bytes(8, "little"))
+        key = self[number] = ChunkKey(number.to_bytes(8, "little", signed=True))
         return key
 
     def of(self, chunks: Sequence[int]) -> tuple[ChunkKey, ...]:

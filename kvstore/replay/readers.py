@@ -39,6 +39,7 @@ OPEN_MAX = 16
 LOAD_MS = 60_000
 ORDER_MS = 1_000
 """Of a recording; see `Recorded`."""
+NAMESPACES_SHOWN_MAX = 8
 BYTES_PER_TOKEN = 4
 """Of text of which nobody says how it is cut into tokens."""
 
@@ -79,7 +80,17 @@ def mooncake(path: str | Path, *, chunk_tokens: int = MOONCAKE_CHUNK_TOKENS) -> 
     turns: list[Turn] = []
     sessions = Continued()
     needed = {"timestamp": rows.time, "input_length": rows.tokens, "hash_ids": rows.numbers}
-    for row in rows.lines(path, needed, {"output_length": (rows.tokens, 0)}):
+
+    def check(row: dict[str, Any]) -> None:
+        blocks, tokens = len(row["hash_ids"]), row["input_length"]
+        if blocks not in (tokens // chunk_tokens, -(-tokens // chunk_tokens)):
+            raise rows.Refused(
+                f"hash_ids has {blocks:,} blocks; {tokens:,} tokens of input_length have"
+                f" {-(-tokens // chunk_tokens):,} of {chunk_tokens}",
+                "say how long the trace's blocks are: --option chunk_tokens=N",
+            )
+
+    for row in rows.lines(path, needed, {"output_length": (rows.tokens, 0)}, of="mooncake", check=check):
         chunks = row["hash_ids"]
         session, number = sessions.of(len(turns), chunks, chunks[: row["input_length"] // chunk_tokens])
         turns.append(
@@ -102,7 +113,7 @@ def mooncake(path: str | Path, *, chunk_tokens: int = MOONCAKE_CHUNK_TOKENS) -> 
 def _requests(value: Any) -> list[dict[str, Any]]:
     """Of a session, or of a sub-agent. Raises ValueError."""
     if not isinstance(value, list):
-        raise ValueError("is no list")
+        raise ValueError(f"is no list: {rows.shown(value)}")
     alone = {"t": rows.time, "in": rows.tokens, "out": rows.tokens, "h": rows.runs}
     nested = {"t": rows.time, "requests": _requests}
     return [
@@ -131,7 +142,7 @@ def agentic(
     turns: list[Turn] = []
     next_session = 0
     next_chunk = 0
-    for row in rows.lines(path, {"requests": _requests}):
+    for row in rows.lines(path, {"requests": _requests}, of="agentic"):
         if sessions and next_session >= sessions:
             break
         begins += chance.expovariate(rate)
@@ -192,7 +203,7 @@ def sharegpt(
     begins = 0.0
     turns: list[Turn] = []
     next_chunk = 0
-    for session, row in enumerate(rows.lines(path, {"turns": rows.pairs})):
+    for session, row in enumerate(rows.lines(path, {"turns": rows.pairs}, of="sharegpt")):
         if sessions and session >= sessions:
             break
         begins += chance.expovariate(rate)
@@ -254,7 +265,7 @@ def azure(path: str | Path, *, chunk_tokens: int = CHUNK_TOKENS) -> Trace:
     next_chunk = 0
     tokens = rows.written(rows.tokens)
     needed = {"TIMESTAMP": _moment, "ContextTokens": tokens, "GeneratedTokens": tokens}
-    for number, row in enumerate(rows.table(path, needed)):
+    for number, row in enumerate(rows.table(path, needed, of="azure")):
         start = start or row["TIMESTAMP"]
         at_ms = int((row["TIMESTAMP"] - start).total_seconds() * 1000)
         asked = row["ContextTokens"]
@@ -273,7 +284,7 @@ def lmcache(path: str | Path, *, chunk_tokens: int = 16) -> Trace:
     start: int | None = None
     size = chunk_tokens * BYTES_PER_TOKEN
     needed = {"timestamp": rows.time, "input": rows.text, "session_id": rows.named}
-    for row in rows.lines(path, needed, {"output": (rows.text, "")}):
+    for row in rows.lines(path, needed, {"output": (rows.text, "")}, of="lmcache"):
         at = int(row["timestamp"])
         start = at if start is None else start
         text, digest = row["input"].encode("utf-8", "surrogatepass"), b""
@@ -416,15 +427,23 @@ def recorded(path: str | Path, *, namespace: int = -1) -> Trace:
     needed = {"n": rows.number, "w": rows.number, "c": rows.counted, "b": rows.counted}
     either: dict[str, tuple[rows.Kind, Any]] = {"g": (rows.number, None), "after": (rows.number, None)}
     either |= {"ask": (rows.numbers, None), "save": (rows.numbers, None)}
-    found = rows.lines(path, needed | {"t": rows.time}, either, if_has=("ask", "save"))
+    found = rows.lines(path, needed | {"t": rows.time}, either, of="recorded", if_has=("ask", "save"))
     lines = [{name: value for name, value in line.items() if value is not None} for line in found]
-    counts = Counter(line["n"] for line in lines if "ask" in line)
+    counts = Counter(line["n"] for line in lines if line.get("ask"))
     chosen = counts.most_common(1)[0][0] if counts and namespace < 0 else namespace
     reader = Recorded()
     mine = [line for line in lines if line["n"] == chosen]
     turns = [turn for turn in map(reader.take, mine) if turn is not None] + reader.rest()
     if not turns:
-        raise BadRequest("holds no lookup of that namespace", field="trace", value=str(path))
+        known = sorted({line["n"] for line in lines if line.get("ask")})[:NAMESPACES_SHOWN_MAX]
+        raise BadRequest(
+            "holds no lookup" + (f" of namespace {namespace}" if namespace >= 0 else ""),
+            field="trace",
+            value=str(path),
+            remedy=f"--option namespace={known[0]}; known: {', '.join(map(str, known))}"
+            if known
+            else "record for longer, while an engine asks (kvctl record), or name another --format",
+        )
     trace = Trace("recorded", reader.chunk_tokens, turns)
     trace.note_history()
     return trace

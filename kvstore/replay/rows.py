@@ -7,6 +7,7 @@ import contextlib
 import csv
 import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,6 +28,8 @@ GZIP_WINDOW = 31
 """What zlib takes for: with a header of gzip."""
 HEAD_MAX = 1 << 16
 COLUMNS_SHOWN_MAX = 8
+SHOWN_MAX = 40
+"""Characters of a value that is refused."""
 
 
 class Frames(Protocol):
@@ -135,8 +138,56 @@ def _unreadable(path: str | Path, why: str) -> BadRequest:
     return BadRequest(why, field="trace", value=str(path), remedy=remedy)
 
 
-def malformed(path: str | Path, number: int, why: str) -> BadRequest:
-    return BadRequest(why, field=f"trace, line {number}", value=str(path), remedy="another --format?")
+FIELDS = {
+    "recorded": ("kvstore_trace",),
+    "mooncake": ("timestamp", "input_length", "hash_ids"),
+    "agentic": ("requests",),
+    "sharegpt": ("turns",),
+    "azure": ("timestamp", "contexttokens", "generatedtokens"),
+    "lmcache": ("timestamp", "session_id", "input"),
+}
+"""By format, what its first line names, in small letters."""
+
+
+def format_of(line: str) -> str:
+    """The format that a file's first line belongs to; "": none that is known."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if isinstance(row, dict):
+        names = {name.casefold() for name in row}
+        known = [name for name in FIELDS if name != "azure"]
+    else:
+        names = {name.strip().strip('"').casefold() for name in re.split("[,;\t]", line[:HEAD_MAX])}
+        known = ["azure"]
+    return next((name for name in known if names.issuperset(FIELDS[name])), "")
+
+
+class Refused(ValueError):
+    """Of a row, where the remedy is known."""
+
+    def __init__(self, why: str, remedy: str) -> None:
+        super().__init__(why)
+        self.remedy = remedy
+
+
+def malformed(
+    path: str | Path, number: int, why: str | ValueError, line: str, *, of: str, good: int = 0
+) -> BadRequest:
+    """`line` is the text of line `number` in a file read as format `of`; `good` rows before it could be read."""
+    found = "" if good else format_of(line)
+    if isinstance(why, Refused):
+        remedy = why.remedy
+    elif found and found != of:
+        remedy = f"--format {found}"
+    elif good or found:
+        remedy = "mend the line or leave it out"
+    elif line.lstrip().startswith("["):
+        remedy = "each line is to be an object: jq -c '.[]' FILE makes such lines of a JSON array"
+    else:
+        remedy = f"another --format than {of}? known: {', '.join(FIELDS)}"
+    return BadRequest(str(why), field=f"trace, line {number}", value=str(path), remedy=remedy)
 
 
 # --------------------------------------------------------------------------------------------------------------- fields
@@ -145,42 +196,48 @@ Kind = Callable[[Any], Any]
 """Gives the value as the reader wants it. Raises ValueError that says what it is not."""
 
 
+def shown(value: Any) -> str:
+    """As the file writes it, the beginning."""
+    text = json.dumps(value) if not isinstance(value, str) else repr(value[:SHOWN_MAX])
+    return text if len(text) <= SHOWN_MAX else text[:SHOWN_MAX] + "..."
+
+
 def tokens(value: Any) -> int:
     """Of a prompt or an answer."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= PROMPT_TOKENS_MAX:
-        raise ValueError(f"is no count from 0 to {PROMPT_TOKENS_MAX:,}")
+        raise ValueError(f"is no count from 0 to {PROMPT_TOKENS_MAX:,}: {shown(value)}")
     return value
 
 
 def counted(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= TIME_MAX:
-        raise ValueError(f"is no count from 1 to {TIME_MAX}")
+        raise ValueError(f"is no count from 1 to {TIME_MAX}: {shown(value)}")
     return value
 
 
 def time(value: Any) -> float:
     """Since some beginning, in any unit."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= TIME_MAX:
-        raise ValueError(f"is no time from 0 to {TIME_MAX}")  # nor is nan
+        raise ValueError(f"is no time from 0 to {TIME_MAX}: {shown(value)}")  # nor is nan
     return value
 
 
 def number(value: Any) -> int:
     """That names something: 64 bits with their sign."""
     if isinstance(value, bool) or not isinstance(value, int) or not -(1 << 63) <= value < 1 << 63:
-        raise ValueError("is no whole number of 64 bits")
+        raise ValueError(f"is no whole number of 64 bits: {shown(value)}")
     return value
 
 
 def numbers(value: Any) -> list[int]:
     if not isinstance(value, list) or len(value) > PROMPT_TOKENS_MAX:
-        raise ValueError("is no list")
+        raise ValueError(f"is no list of at most {PROMPT_TOKENS_MAX:,}: {shown(value)}")
     return [number(each) for each in value]
 
 
 def text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError("is no text")
+        raise ValueError(f"is no text: {shown(value)}")
     return value
 
 
@@ -191,14 +248,14 @@ def named(value: Any) -> str | int:
 def pairs(value: Any) -> list[tuple[int, int]]:
     """[[tokens, tokens], ...]"""
     if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
-        raise ValueError("is no list of pairs")
+        raise ValueError(f"is no list of pairs: {shown(value)}")
     return [(tokens(first), tokens(second)) for first, second in value]
 
 
 def runs(value: Any) -> list[int]:
     """[[first, how many], ...] written out."""
     if not isinstance(value, list) or not all(isinstance(run, list) and len(run) == 2 for run in value):
-        raise ValueError("is no list of runs")
+        raise ValueError(f"is no list of runs: {shown(value)}")
     if sum(tokens(length) for _, length in value) > RUN_BLOCKS_MAX:
         raise ValueError(f"has more than {RUN_BLOCKS_MAX:,} blocks")
     return [number(first) + n for first, length in value for n in range(length)]
@@ -227,10 +284,13 @@ def lines(
     kinds: Mapping[str, Kind],
     optional: Mapping[str, tuple[Kind, Any]] | None = None,
     *,
+    of: str,
     if_has: tuple[str, ...] = (),
+    check: Callable[[dict[str, Any]], None] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Objects of a file of JSON lines; `if_has`: of these alone that have one of these fields. Raises BadRequest with
-    the line's number."""
+    """Objects of a file of JSON lines, read as format `of`; `if_has`: of these alone that have one of these fields.
+    `check` raises ValueError for a row that makes no sense as a whole. Raises BadRequest with the line's number."""
+    good = 0
     with opened(path) as file:
         for at, line in enumerate(file, 1):
             if not line.strip():
@@ -238,19 +298,24 @@ def lines(
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise malformed(path, at, f"is not JSON: {error}") from None
+                raise malformed(path, at, f"is not JSON: {error}", line, of=of, good=good) from None
             except RecursionError:
-                raise malformed(path, at, "is nested too deep") from None
+                raise malformed(path, at, "is nested too deep", line, of=of, good=good) from None
             if if_has and isinstance(row, dict) and not any(name in row for name in if_has):
+                if not good and format_of(line) not in ("", of):
+                    raise malformed(path, at, f"has none of {', '.join(if_has)}", line, of=of)
                 continue
             try:
                 found = checked(row, kinds, optional)
+                if check is not None:
+                    check(found)
             except ValueError as error:
-                raise malformed(path, at, str(error)) from None
+                raise malformed(path, at, error, line, of=of, good=good) from None
+            good += 1
             yield found
 
 
-def table(path: str | Path, kinds: Mapping[str, Kind]) -> Iterator[dict[str, Any]]:
+def table(path: str | Path, kinds: Mapping[str, Kind], *, of: str) -> Iterator[dict[str, Any]]:
     """Rows of a CSV file with a head, as `lines`. Columns are known by their names, in capitals or not, and stand apart
     by commas, semicolons or tabs."""
     with opened(path) as file:
@@ -263,7 +328,7 @@ def table(path: str | Path, kinds: Mapping[str, Kind]) -> Iterator[dict[str, Any
         missing = [name for name in kinds if name.casefold() not in small]
         if missing:
             columns = ", ".join(name[:20] or "(no name)" for name in there[:COLUMNS_SHOWN_MAX])
-            raise malformed(path, 1, f"has no column {missing[0]}, but: {columns}")
+            raise malformed(path, 1, f"has no column {missing[0]}, but: {columns}", head, of=of)
         names = {name.casefold(): name for name in kinds}
         rows = csv.DictReader(
             file, fieldnames=[names.get(name, name) for name in small], delimiter=apart, strict=True
@@ -277,7 +342,7 @@ def table(path: str | Path, kinds: Mapping[str, Kind]) -> Iterator[dict[str, Any
             except UnicodeDecodeError:
                 raise
             except (csv.Error, ValueError) as error:
-                raise malformed(path, rows.line_num + 1, str(error)) from None
+                raise malformed(path, rows.line_num + 1, str(error), head, of=of, good=1) from None
             yield found
 
 

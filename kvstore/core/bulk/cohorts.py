@@ -51,11 +51,12 @@ def without_past(chunks: ChunkTable, rows: Sequence[int]) -> list[int]:
 
 
 @helper
-def is_chain(chunks: ChunkTable, rows: Sequence[int]) -> bool:
-    """Whether each is the child of the one before, and none is a tail."""
+def chains(chunks: ChunkTable, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where parts of `rows` begin and end in which each is the child of the one before; a tail is alone."""
     view = chunks.views
     which = batch.as_rows(rows)
-    return bool((view.parent[which[1:]] == which[:-1]).all() and not (view.flags[which] & TAIL).any())
+    breaks = (view.parent[which[1:]] != which[:-1]) | (view.flags[which[1:]] & TAIL != 0)
+    return _runs(breaks, len(rows))
 
 
 @helper

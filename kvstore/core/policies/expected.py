@@ -204,15 +204,15 @@ class Expected(Hints):
         chunks = self._chunks
         if len(rows) >= self._batch_min:
             new = cohorts.without_past(chunks, rows)
-            if len(new) >= self._batch_min and cohorts.is_chain(chunks, new):
-                tokens = sum(map(chunks.tokens.__getitem__, new))
-                self._begin_run(new, tokens)
-                return
         else:
             new = [row for row in rows if not chunks.history[row]]
         if not new:
             return
         tokens = sum(map(chunks.tokens.__getitem__, new))
+        if len(new) >= self._batch_min:
+            for start, end in cohorts.chains(chunks, new):
+                self._begin_run(new[start:end], tokens)
+            return
         start = 0
         for end in range(1, len(new) + 1):
             row = new[end] if end < len(new) else NONE
@@ -527,7 +527,9 @@ class Expected(Hints):
     def _walk_cells(self, candidates: ByWorth) -> Iterator[tuple[float, int]]:
         """(worth, row), the least worth first."""
         self._age(candidates)
-        newer, children = self._chunks.newer, self._chunks.children
+        chunks = self._chunks
+        newer = chunks.newer
+        first_child, next_sibling = chunks.first_child, chunks.next_sibling
         given: set[int] = set()
         for worth, _, number in list(candidates.in_order):
             cell = candidates.by_worth.get(number, ())
@@ -540,16 +542,15 @@ class Expected(Hints):
                 while row != NONE:
                     following = newer[row]
                     if row not in given:
-                        for child in islice(children(row), CHILDREN_MAX):
-                            if child not in given and self._may_go(candidates, child):
-                                for each in self._ends_first(candidates, row, given):
-                                    yield worth, each
-                                break
-                        else:  # as most are: the end of its chain
-                            given.add(row)
+                        child = first_child[row]
+                        if child == NONE or (child in given and next_sibling[child] == NONE):
+                            given.add(row)  # as most are: the end of its chain, or of what is left of it
                             yield worth, row
-                        if following in given:  # and gone with its ancestor, perhaps
-                            following = cohort.oldest
+                        else:
+                            for each in self._ends_first(candidates, row, given):
+                                yield worth, each
+                            if following in given:  # and gone with its ancestor, perhaps
+                                following = cohort.oldest
                     row = following
                 at += 1
 

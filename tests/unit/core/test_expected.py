@@ -15,7 +15,7 @@ from kvstore.core.chunks import STORED
 from kvstore.core.limits import Limits
 from kvstore.core.policies import ages
 from kvstore.core.policies.ages import BUCKETS, EDGES, PRIOR, Ages, Book, bucket_of, worths
-from kvstore.core.policies.expected import Expected, history_of
+from kvstore.core.policies.expected import KIND_MASK, Expected, history_of
 from kvstore.core.policies.interface import AWAITED_MS
 from kvstore.core.segments import PASSED_OVER_FROM
 from kvstore.errors import StoreError
@@ -344,6 +344,26 @@ def test_a_use_counts_from_when_the_queue_told_of_it(batch_min: int) -> None:
     ended = np.sum([each.ended for each in book.ages], axis=0)
     assert set(np.flatnonzero(ended)) <= {bucket_of(10_000), bucket_of(10_100), bucket_of(10_200)}
     assert ended.sum() == 4
+
+
+@pytest.mark.parametrize("batch_min", [1, 99], ids=["batch", "each"])
+def test_chains_that_are_saved_together_begin_lives_of_their_own_kinds(batch_min: int) -> None:
+    """One goes on with a dialogue, the other begins one."""
+    reads = Reads(eviction="expected", batch_min=batch_min)
+    world = reads.world
+    reads.ask("dialogue ")
+    assert reads.ask("dialogue ") == 4
+    later, first = chain("dialogue ", 8)[4:], chain("another ", 4)
+    parents = (*chain("dialogue ", 8)[3:7], b"", *first[:3])
+    reserved = world.ask(ev.Reserve, reads.worker, reads.namespace, (*later, *first), parents=parents)
+    world.commit(reads.worker, reserved)
+    chunks = world.store.state.chunks
+    kinds = {
+        chunks.key[row]: chunks.history[row] & KIND_MASK for row in range(chunks.rows_ever) if chunks.key[row]
+    }
+    tokens = sum(chunks.tokens[row] for row in range(chunks.rows_ever) if chunks.key[row] in (*later, *first))
+    assert {kinds[key] for key in later} == {ages.kind_of_new(partial=False, turn=2, tokens=tokens)}
+    assert {kinds[key] for key in first} == {ages.kind_of_new(partial=False, turn=1, tokens=tokens)}
 
 
 def test_a_job_that_never_comes_ends_no_life() -> None:

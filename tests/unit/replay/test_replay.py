@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -356,6 +357,24 @@ RECORDED = '{"t": 1, "w": 0, "n": 0, "c": %s, "b": 4096, "ask": %s}\n'
         ("azure", AZURE % "99999999999,1", "ContextTokens is no count"),
         ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,1\n", "TIMESTAMP is no time"),
         ("nonsense", "", "known: mooncake"),
+        (
+            "mooncake",
+            '{"timestamp": -7, "input_length": 512, "hash_ids": [1]}\n',
+            "timestamp is no time .*: -7 ",
+        ),
+        (
+            "mooncake",
+            '{"timestamp": 0, "input_length": "5", "hash_ids": [1]}\n',
+            "input_length is no .*: '5' ",
+        ),
+        ("mooncake", '{"timestamp": 0, "input_length": 512, "hash_ids": {"a": 1}}\n', ': {"a": 1} '),
+        (
+            "mooncake",
+            '{"timestamp": 0, "input_length": 512, "hash_ids": "%s"}\n' % ("x" * 999),
+            r": 'x{39}\.\.\. ",
+        ),
+        ("lmcache", '{"timestamp": 1, "session_id": null, "input": "a"}\n', "session_id is no .*: null "),
+        ("recorded", RECORDED % (64, "[]"), "holds no lookup .*record for longer"),
     ],
 )
 def test_what_cannot_be_read_says_where_and_why(tmp_path: Path, format: str, text: str, said: str) -> None:
@@ -363,6 +382,86 @@ def test_what_cannot_be_read_says_where_and_why(tmp_path: Path, format: str, tex
     path.write_text(text)
     with pytest.raises(BadRequest, match=said):
         read_trace(path, format)
+
+
+FIRST_LINES = {
+    "mooncake": MOONCAKE,
+    "agentic": AGENTIC % '{"t": 0, "in": 64, "out": 1, "h": [[0, 1]]}',
+    "sharegpt": '{"turns": [[64, 1]]}\n',
+    "azure": AZURE % "64,1",
+    "lmcache": '{"timestamp": 1, "session_id": 1, "input": "a", "output": "b"}\n',
+    "recorded": '{"kvstore_trace": 1, "started": 0}\n' + RECORDED % (64, "[1]"),
+}
+
+
+@pytest.mark.parametrize("given", FIRST_LINES)
+@pytest.mark.parametrize("named", FIRST_LINES)
+def test_a_trace_under_another_formats_name_says_which_it_is(tmp_path: Path, given: str, named: str) -> None:
+    path = tmp_path / "trace"
+    path.write_text(FIRST_LINES[given])
+    if given == named:
+        assert len(read_trace(path, named)) == 1
+        return
+    with pytest.raises(BadRequest, match="trace, line 1") as refused:
+        read_trace(path, named)
+    assert refused.value.remedy == f"--format {given}"
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        (MOONCAKE + "[]\n", "mend the line"),
+        (MOONCAKE + FIRST_LINES["sharegpt"], "mend the line"),
+        (MOONCAKE.replace("0", "-1"), "mend the line"),
+        ("[\n" + MOONCAKE + "]\n", "jq -c"),
+        ("[" + MOONCAKE.strip() + "]", "jq -c"),
+        ('{"timestamp": 0}\n', "another --format than mooncake.* known: .*sharegpt"),
+    ],
+)
+def test_the_remedy_fits_what_is_wrong(tmp_path: Path, text: str, remedy: str) -> None:
+    path = tmp_path / "trace"
+    path.write_text(text)
+    with pytest.raises(BadRequest) as refused:
+        read_trace(path, "mooncake")
+    assert re.search(remedy, refused.value.remedy)
+
+
+def test_chunks_may_have_any_number_of_64_bits(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    row = '{"timestamp": %d, "input_length": 1024, "hash_ids": [-1, -9223372036854775808]}\n'
+    path.write_text(row % 0 + row % 1)
+    trace = read_trace(path, "mooncake")
+    assert replay(trace, dram_chunks=8).hits == 2
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3, 5])
+def test_blocks_of_another_length_are_not_taken_for_512_tokens(tmp_path: Path, blocks: int) -> None:
+    """1,200 tokens are 2 whole blocks of 512 and a part of one, which a trace names or not."""
+    path = tmp_path / "trace"
+    row = {"timestamp": 0, "input_length": 1200, "hash_ids": list(range(blocks))}
+    path.write_text(json.dumps(row) + "\n")
+    if blocks == 3:
+        assert len(read_trace(path, "mooncake")) == 1
+        return
+    with pytest.raises(BadRequest, match=r"hash_ids has .* of 512") as refused:
+        read_trace(path, "mooncake")
+    assert "--option chunk_tokens=N" in refused.value.remedy
+    if blocks == 5:
+        assert read_trace(path, "mooncake", chunk_tokens=256).chunk_tokens == 256
+
+
+def test_a_recording_of_other_namespaces_names_them(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text(RECORDED % (64, "[1]") + (RECORDED % (64, "[1]")).replace('"n": 0', '"n": 3'))
+    with pytest.raises(BadRequest, match="no lookup of namespace 7") as refused:
+        read_trace(path, "recorded", namespace=7)
+    assert refused.value.remedy == "--option namespace=0; known: 0, 3"
+
+
+def test_what_asked_for_nothing_is_not_the_namespace_with_most_lookups(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text(3 * (RECORDED % (64, "[]")) + (RECORDED % (64, "[1]")).replace('"n": 0', '"n": 3'))
+    assert len(read_trace(path, "recorded")) == 1
 
 
 def test_rows_out_of_order_begin_at_0(tmp_path: Path) -> None:
