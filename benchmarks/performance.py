@@ -315,14 +315,14 @@ SECTIONS: dict[str, Section] = {
     "hung_disk": Section("A disk that hangs"),
     "remote": Section(
         "The REMOTE tier beside the bare client",
-        "Server, tier and client share one core, so a ratio is one of processor time: what the tier spends beside the\n"
-        "client's is a checksum of all bytes, and signed a keyed hash as well. moto is slow, and its ratios say little\n"
-        "of a store that is fast. Attackers had the other core.",
+        "Server, tier and client share one core, so a ratio is one of processor time: what the tier spends beside\n"
+        "the client's is a checksum of all bytes, and signed a keyed hash as well. moto is slow, and its ratios say\n"
+        "little of a store that is fast. Attackers had the other core.",
     ),
     "peer_reads": Section(
         "Reads from a peer's DRAM",
-        "Both ends share one core. iperf3 sends one buffer that stays in the cache and looks at nothing. A loop of bare\n"
-        "sockets moved 2.07 GB/s from and to such buffers, 1.81 from and to memory that is not in the cache, and 1.41\n"
+        "Both ends share one core. iperf3 sends one buffer that stays in the cache and looks at nothing. A loop of\n"
+        "bare sockets moved 2.07 GB/s from and to such buffers, 1.81 from and to memory that is not in the cache, and 1.41\n"
         "with the checksum of what came: on one core this is the most that a peer's reads can reach.",
     ),
     "turns": Section(
