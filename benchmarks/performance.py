@@ -322,8 +322,8 @@ SECTIONS: dict[str, Section] = {
     "peer_reads": Section(
         "Reads from a peer's DRAM",
         "Both ends share one core. iperf3 sends one buffer that stays in the cache and looks at nothing. A loop of\n"
-        "bare sockets moved 2.07 GB/s from and to such buffers, 1.81 from and to memory that is not in the cache, and 1.41\n"
-        "with the checksum of what came: on one core this is the most that a peer's reads can reach.",
+        "bare sockets moved 2.07 GB/s from and to such buffers, 1.81 from and to memory that is not in the cache, and\n"
+        "1.41 with the checksum of what came: on one core this is the most that a peer's reads can reach.",
     ),
     "turns": Section(
         "The next turn of a conversation",
