@@ -108,7 +108,21 @@ class Weather:
         os.replace(new, self.path)
 
 
-class Daemon:
+class Running:
+    """A process that was started here."""
+
+    process: subprocess.Popen[bytes]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+
+class Daemon(Running):
     """One `kvstored` process on `folder`: sockets in run/, the SSD tier in ssd/, its log in daemon.log."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
@@ -124,14 +138,6 @@ class Daemon:
                 cwd="/",
                 env={**kept, "PYTHONSAFEPATH": "1", FAULTS: str(folder / "faults.json")},
             )
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
 
     def kill(self) -> None:
         self.process.kill()
@@ -160,6 +166,21 @@ class Daemon:
         except (FileNotFoundError, ProcessLookupError):
             pass
         return found
+
+
+def check_directory(folder: Path, ssd_dir: Path) -> None:
+    """After a stop in good order nothing is wrong in it, whatever happened before; raises Wrong."""
+    command = [*(sys.executable, "-P", "-m", "kvstore.cli.kvctl"), "--run-dir", str(folder / "run")]
+    done = subprocess.run(
+        [*command, "check", "--ssd-dir", str(ssd_dir)],
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        check=False,
+    )
+    if done.returncode != 0:
+        raise Wrong(f"kvctl check ends with {done.returncode}: {done.stdout} {done.stderr}")
 
 
 def log_lines(path: Path, start: int = 0) -> list[dict[str, Any]]:

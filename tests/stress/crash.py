@@ -60,6 +60,7 @@ from common import (
     Weather,
     Wrong,
     check_bytes,
+    check_directory,
     client_of,
     content,
     goal,
@@ -640,22 +641,8 @@ class Life:
         self.client.close()
         if (status := self.daemon.stop()) != 0:
             raise Wrong(f"the daemon ended with status {status}: {log_lines(self.daemon.log)[-3:]}")
-        self.check_directory()
+        check_directory(self.folder, self.settings["ssd_dir"])
         return sum(self.reads)
-
-    def check_directory(self) -> None:
-        """After a stop in good order nothing is wrong in it, whatever happened before."""
-        command = [*(sys.executable, "-P", "-m", "kvstore.cli.kvctl"), "--run-dir", str(self.folder / "run")]
-        done = subprocess.run(
-            [*command, "check", "--ssd-dir", str(self.settings["ssd_dir"])],
-            capture_output=True,
-            text=True,
-            timeout=BOUND_S,
-            env={**os.environ, "PYTHONSAFEPATH": "1"},
-            check=False,
-        )
-        if done.returncode != 0:
-            raise Wrong(f"kvctl check ends with {done.returncode}: {done.stdout} {done.stderr}")
 
     def check_oracle(self) -> None:
         if self.oracle.wrong:

@@ -55,8 +55,10 @@ from common import (
     BOUND_S,
     Daemon,
     Hang,
+    Running,
     Weather,
     Wrong,
+    check_directory,
     client_of,
     goal,
     log_lines,
@@ -158,7 +160,7 @@ def serve(arm: Path, canary: str, arguments: Sequence[str]) -> None:
     worker.main(arguments)
 
 
-class Worker:
+class Worker(Running):
     """One after the other, at the same socket. What each says on stderr is in its log."""
 
     def __init__(self, folder: Path, number: int, canary: str, *arguments: str) -> None:
@@ -186,14 +188,6 @@ class Worker:
             self.process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log
             )
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
 
     def kill(self) -> None:
         self.killed.add(self.pid)
@@ -767,16 +761,7 @@ class Life:
                 raise Wrong(f"worker {worker.number} said: {said[-3000:]}")
         if (status := self.daemon.stop()) != 0:
             raise Wrong(f"the daemon ended with status {status}: {log_lines(self.daemon.log)[-3:]}")
-        command = [*(sys.executable, "-P", "-m", "kvstore.cli.kvctl"), "--run-dir", str(self.folder / "run")]
-        done = subprocess.run(
-            [*command, "check", "--ssd-dir", str(self.settings["ssd_dir"])],
-            capture_output=True,
-            text=True,
-            timeout=BOUND_S,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise Wrong(f"kvctl check ends with {done.returncode}: {done.stdout} {done.stderr}")
+        check_directory(self.folder, self.settings["ssd_dir"])
 
     def abandon(self) -> None:
         for process in (*(worker.process for worker in self.workers), self.daemon.process):

@@ -251,12 +251,12 @@ def flush(llm: Any, timeout_s: float) -> dict[str, Any]:
     offloading = offloading_of(llm)
     if offloading is not None:
         scheduler, until = llm.llm_engine.engine_core.engine_core.scheduler, time.monotonic() + timeout_s
-        while scheduler.has_requests() and time.monotonic() < until:
+        while has_work(scheduler, offloading) and time.monotonic() < until:
             llm.llm_engine.step()
             time.sleep(0.001)
         tier = tier_of(offloading)
         return {
-            "flushed": not scheduler.has_requests(),
+            "flushed": not has_work(scheduler, offloading),
             "worker": {},
             "scheduler": dict(tier.tally.total),
             "tracked": len(tier._requests) + len(tier._waiting) + len(tier._hinted),
@@ -271,6 +271,14 @@ def flush(llm: Any, timeout_s: float) -> dict[str, Any]:
         "tracked": len(scheduler._requests) + len(scheduler._loading),
         "learnt": scheduler.choice.compute.known,
     }
+
+
+def has_work(scheduler: Any, offloading: Any) -> bool:
+    """Whether anything is to be computed, stored or loaded. vLLM's scheduler would say so as long as there is a tier of
+    type p2p, which wants to be asked all the time."""
+    open_ones = scheduler.has_unfinished_requests() or scheduler.has_finished_requests()
+    waiting = any(state.pending_cascade_keys for state in offloading._req_state.values())
+    return bool(open_ones or scheduler.connector.connector_scheduler._jobs or offloading._jobs or waiting)
 
 
 def ours(connector: Any) -> Any:

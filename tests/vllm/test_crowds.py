@@ -52,7 +52,7 @@ from .test_tier import tiering
 LAYERS, HEADS, WIDTH = 3, 2, 8
 BLOCKS = 26
 """Of each rank's cache, for each group."""
-ROWS = 24
+ROWS = 14
 """Of vLLM's own host memory above the tier, for each group."""
 STEPS = 600
 """In which requests come; then all that there are end."""
@@ -388,6 +388,12 @@ class ByTier(Crowd):
         """vLLM's OffloadingConnector asserts that a request whose running is reset has nothing to load in the next
         step, which is not so while its host memory has what it needs."""
         return [*[(False, False)] * 3, (False, True), (True, True)]
+
+    def reset(self) -> None:
+        side = self.scheduler.connector.connector_scheduler
+        if self.chosen.random() < 0.5 and not (side._jobs or self.manager._jobs):
+            self.manager.primary_tier.reset_cache()  # as after a restart
+        super().reset()
 
     def hold(self) -> None:
         gate = threading.Event()

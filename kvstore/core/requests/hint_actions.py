@@ -324,17 +324,19 @@ class HintActions:
         self, namespace: Namespace, action: HintAction, keys: tuple[ChunkKey, ...]
     ) -> tuple[tuple[ChunkKey, ...], int]:
         """(those that may leave later, how many left now), from the end of the chain. Of a session stays what another
-        session has too; in any case what a job needs, what a chunk in DRAM continues, and what somebody waited for."""
+        session has too; in any case what a job needs, and what a chunk in DRAM continues. What came because somebody
+        waited for it leaves once it was taken, or if nobody takes it for a while."""
         state, chunks = self._state, self._state.chunks
         left: dict[ChunkKey, None] = {}
         demoted = 0
         for key in reversed(keys):
             row = namespace.index.get(key, NONE)
-            if row == NONE or not state.is_hit(row) or row in state.policy.rank or row in state.demanded:
+            if row == NONE or not state.is_hit(row) or row in state.policy.rank:
                 continue
             if not action.keys and chunks.refs[row] > 1:
                 continue
-            waits = chunks.pins[row] or chunks.flags[row] & (STORED | STORING) != STORED
+            is_stored = chunks.flags[row] & (STORED | STORING) == STORED
+            waits = chunks.pins[row] or not is_stored or state.policy.is_awaited(row)
             if waits or any(chunks.key[child] in left for child in chunks.children(row)):
                 left[key] = None
             elif not any(map(state.is_resident, chunks.children(row))):

@@ -10,6 +10,7 @@ import pytest
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED
 from kvstore.core.policies.expected import USES_MASK, USES_SHIFT
+from kvstore.core.policies.interface import AWAITED_MS
 from kvstore.core.requests.credit import LOOK_MS, MARKED_JOBS, PATIENCE_MIN
 from kvstore.core.stats import traffic
 from kvstore.errors import BadRequest, NotFound
@@ -247,6 +248,25 @@ def test_what_somebody_reads_leaves_after_its_lease() -> None:
     world.release(worker, acquired.lease)
     world.tick(10)
     assert world.outcomes(worker, namespace, chain("read", 2)) == ["ON_SSD"] * 2
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_what_somebody_waited_for_leaves_once_it_was_taken_or_after_a_while(taken: bool) -> None:
+    world, worker, namespace = start()
+    save(world, worker, namespace, "awaited", 2)
+    order(world, worker, namespace, DEMOTE, chain("awaited", 2))
+    world.acquire(worker, namespace, chain("awaited", 2))  # finds them on SSD, and asks for them
+    world.tick(1)
+    assert order(world, worker, namespace, DEMOTE, chain("awaited", 2)) == (DEFERRED, 2)
+    world.tick(1000)
+    assert all(in_dram(world, worker, namespace, *chain("awaited", 2))), "who asked is about to take them"
+    if taken:
+        world.release(worker, world.acquire(worker, namespace, chain("awaited", 2)).lease)
+        world.tick(10)
+    else:
+        world.tick(AWAITED_MS)
+        assert order(world, worker, namespace, DEMOTE, chain("awaited", 2)) == (ACCEPTED, 2)
+    assert world.outcomes(worker, namespace, chain("awaited", 2)) == ["ON_SSD"] * 2
 
 
 def test_of_a_session_stays_what_another_has_too_and_of_a_chain_what_another_continues() -> None:
