@@ -22,8 +22,8 @@ from kvstore.types import ChunkKey, DiskResult, Found
 
 PEERS = "peers"
 ROUTINGS = ("prefix", "session", "least", "random")
-"""prefix: where most of the prompt's beginning is, unless that node is behind; where nobody has enough of it, as session.
-session: where the session was last. least: the node that served least. random: drawn, the same each time."""
+"""prefix: where most of the prompt's beginning is, unless that node is behind; where nobody has enough of it, as
+session. session: where the session was last. least: the node that served least. random: drawn, the same each time."""
 WORTH_SHARE = 0.5
 """Of a prompt: a node that has less is no better than the one that the session was at: it goes on saving there."""
 BEHIND_TURNS, BEHIND_SHARE = 4, 0.1
