@@ -206,7 +206,10 @@ def connect(url: str) -> Any:
     try:
         if "+cluster" in url:
             first, others = one_host(url)
-            nodes = [redis.cluster.ClusterNode(*other) for other in others]
+            nodes = [
+                redis.cluster.ClusterNode(host, port)  # type: ignore[no-untyped-call]
+                for host, port in others
+            ]
             url = first.replace("+cluster", "")
             return redis.cluster.RedisCluster.from_url(url, startup_nodes=nodes, **options)
         return redis.Redis.from_url(url, **options)
