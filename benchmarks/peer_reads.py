@@ -1,8 +1,10 @@
-"""Reads from a peer's DRAM over loopback, against iperf3 in the same run: plain, and with TLS.
+"""Reads from a peer's DRAM over loopback, against iperf3 and Mooncake over TCP in the same run: plain, and with TLS.
 
 A real `kvstored` serves 2 MiB shards; this process reads them into memory of its own as another daemon would (names,
 sizes and checksums held against what came). iperf3 moves the same bytes with as many connections, checks nothing, and
-what it sends is always the same buffer, in the cache. The two take turns, round by round, and medians are compared.
+what it sends is always the same buffer, in the cache. Mooncake's client (where `make bench-peers` has installed it)
+gets as many values of the same size at a time out of its storage process. All take turns, round by round, and medians
+are compared.
 
     python benchmarks/peer_reads.py [--quick] [--json]
 """
@@ -27,7 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
+from data_plane import Client, Store
 from harness import Goal, arguments, connected, finish
+from peers import Shape, mooncake
 
 from kvstore.client import Namespace
 from kvstore.fleet.client import PeerReads, Read, Result, Wanted
@@ -53,6 +57,8 @@ def main() -> int:
     if shutil.which("iperf3") is None:
         print("needs iperf3 (apt-get install iperf3)")
         return 1
+    if why := mooncake.missing():
+        print(f"without Mooncake: {why}")
     rounds, seconds = (3, 1.0) if chosen.quick else (5, 3.0)
     results = []
     with tempfile.TemporaryDirectory(prefix="kvs-") as name:
@@ -77,18 +83,50 @@ def main() -> int:
             with peer(folder / mode, folder / "secret", options) as (node, space):
                 keys = fill(space)
                 for streams in (1, 2):
-                    results.append(compared(mode, tls, node, space, keys, streams, rounds, seconds))
+                    with others(folder, mode, streams) as theirs_of:
+                        results.append(
+                            compared(mode, tls, node, space, keys, streams, rounds, seconds, theirs_of)
+                        )
     for row in results:
         print(
             f"{row['mode']:5} {row['streams']} connections: {row['gb_per_s']:.2f} GB/s,"
             f" iperf3 {row['iperf3_gb_per_s']:.2f} GB/s: x {row['ratio']:.2f}"
+            + (f", Mooncake {row['mooncake_gb_per_s']:.2f} GB/s" if "mooncake_gb_per_s" in row else "")
         )
     best = {mode: max(row["ratio"] for row in results if row["mode"] == mode) for mode in ("plain", "tls")}
     goals = [
         Goal("peer reads, plain, of what iperf3 carries", best["plain"], "x", PLAIN_GOAL, ">="),
         Goal("peer reads with TLS, of what iperf3 carries without", best["tls"], "x", 0.1, ">="),
     ]
+    for row in results:
+        if "mooncake_ratio" in row:
+            what = "peer reads, plain, of what Mooncake gets over TCP"
+            goals.append(Goal(what, row["mooncake_ratio"], "x", 1.0, ">="))
     return finish(__file__, chosen, results, goals, key=("mode", "streams"))
+
+
+@contextmanager
+def others(folder: Path, mode: str, streams: int) -> Iterator[Client | None]:
+    """Mooncake's client and store, beside the one connection that it uses."""
+    if mode != "plain" or streams != 1 or mooncake.missing():
+        yield None
+        return
+    room = 2 * CHUNKS * SHARD
+    store = Store("mooncake", mooncake, mooncake.start(folder, room))
+    client = Client(store, Shape(SHARD, CHUNKS * SHARD, room, 64 << 20, BATCH, "c0"))
+    try:
+        client.answer()
+        client.ask("fill", batch=BATCH)
+        yield client
+    finally:
+        client.close()
+        store.server.stop()
+
+
+def gets(client: Client, seconds: float) -> float:
+    """Bytes a second of Mooncake's."""
+    told = client.ask("turn", action="get", batch=BATCH, begin=0.0, seconds=seconds)
+    return len(told["took"]) * BATCH * SHARD / float(told["elapsed_s"])
 
 
 def free_port() -> int:
@@ -134,10 +172,11 @@ def compared(
     streams: int,
     rounds: int,
     seconds: float,
+    beside: Client | None,
 ) -> dict[str, Any]:
     secret = FleetSecret(SECRET.encode())
     reads = PeerReads(PeerDoor(secret, "b", tls), threads=streams, bytes_per_s=0)
-    ours, theirs = [], []
+    ours, theirs, got = [], [], []
     try:
         read_for(
             reads, node, secret, space, keys, streams, seconds / 4
@@ -145,10 +184,12 @@ def compared(
         for _ in range(rounds):
             ours.append(read_for(reads, node, secret, space, keys, streams, seconds))
             theirs.append(iperf3(streams, seconds))
+            if beside is not None:
+                got.append(gets(beside, seconds))
     finally:
         reads.close(BOUND_S)
     mine, its = statistics.median(ours), statistics.median(theirs)
-    return {
+    found = {
         "mode": mode,
         "streams": streams,
         "gb_per_s": round(mine / 1e9, 3),
@@ -156,6 +197,10 @@ def compared(
         "ratio": round(mine / its, 3),
         "rounds": [round(each / 1e9, 3) for each in ours],
     }
+    if got:
+        best = statistics.median(got)
+        found |= {"mooncake_gb_per_s": round(best / 1e9, 3), "mooncake_ratio": round(mine / best, 3)}
+    return found
 
 
 def read_for(

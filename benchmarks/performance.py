@@ -313,6 +313,18 @@ SECTIONS: dict[str, Section] = {
         "sequential and random; with two rounds both move by 0.2 from one run to the next.",
     ),
     "hung_disk": Section("A disk that hangs"),
+    "remote": Section(
+        "The REMOTE tier beside the bare client",
+        "Server, tier and client share one core, so a ratio is one of processor time: what the tier spends beside\n"
+        "the client's is a checksum of all bytes, and signed a keyed hash as well. moto is slow, and its ratios say\n"
+        "little of a store that is fast. Attackers had the other core.",
+    ),
+    "peer_reads": Section(
+        "Reads from a peer's DRAM",
+        "Both ends share one core. iperf3 sends one buffer that stays in the cache and looks at nothing. A loop of\n"
+        "bare sockets moved 2.07 GB/s from and to such buffers, 1.81 from and to memory that is not in the cache, and\n"
+        "1.41 with the checksum of what came: on one core this is the most that a peer's reads can reach.",
+    ),
     "turns": Section(
         "The next turn of a conversation",
         "What is left beside `kept`, the same turn with its KV never let go, is the load, of which the copy is a part.",

@@ -1,12 +1,15 @@
-"""The REMOTE tier beside the bare Redis client, on one redis-server on loopback in one run; and what hits in DRAM
-notice of a Redis that hangs.
+"""The REMOTE tier beside the bare client of the same store, on one server on loopback in one run; what hits in DRAM
+notice of a Redis that hangs, and a good caller of an attack.
 
-Throughput: records of 2 MiB, four at a time in a pipeline, by as many threads. The bare client moves the same bytes
-with SET and GET and looks at none of them; the tier describes, verifies and copies them from and into slots. DRAM
-hits: one thread reads 16 hot chunks of 64 KiB of a real daemon all the time, another asks for chunks that nobody has,
-while Redis is well, and then while it is stopped (SIGSTOP).
+`redis`, `s3` (moto): records of 2 MiB, four at a time, by as many threads. The bare client (redis-py with hiredis;
+obstore) moves the same bytes and looks at none of them; the tier describes, verifies and copies them from and into
+slots, and packs four into one object of an S3. `hits`: one thread reads 16 hot chunks of 64 KiB of a real daemon all
+the time, another asks for chunks that nobody has, while Redis is well, and then while it is stopped (SIGSTOP).
+`attack`: the same reads, and look-ups by a caller over TLS with a token, while attackers come to the same port:
+handshakes that end in nothing, plaintext, no token, wrong tokens. They are on other machines: here on a core that this
+process does not use (--attackers-core), with so many attempts a second.
 
-    python benchmarks/remote.py [--quick] [--json]
+    python benchmarks/remote.py [--parts redis s3 hits attack] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import queue
 import shutil
 import signal
 import socket
+import ssl
 import statistics
 import subprocess
 import sys
@@ -23,71 +27,106 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 import redis
 import xxhash
 from harness import Goal, arguments, finish
 
+from kvstore import wire
 from kvstore.client import Client, Namespace, connect
 from kvstore.core.events import ChunkAbout, ChunksFetched, ChunksStored, Event, FetchChunks, StoreChunks
 from kvstore.layout import GroupSpec, NamespaceSpec
-from kvstore.tiers.remote.backend import Book
-from kvstore.tiers.remote.redis_store import RedisStore
+from kvstore.tiers.remote.backend import Backend, Book
 from kvstore.tiers.remote.tier import RemoteTier
 from kvstore.types import ChunkKey, DiskResult, Extent, Extents, NamespaceId, OpId, Outcome, SegmentId
+from kvstore.v1 import store_pb2
+from tests.distributed.servers import BUCKET, S3
+from tests.e2e import certificates
 
 RECORD = 2 << 20
 PER_OP = 4
 THREADS = 4
 RATIO_GOAL = 0.7
 P99_GOAL = 1.2
+ATTACKED_GOAL = 1.5
+ATTEMPTS_PER_S = 100
 DIGEST = b"d" * 32
 CHUNK = 64 << 10
 HOT = 16
 SPEC = NamespaceSpec("bench", b"w", "bytes", 16, (GroupSpec("full", CHUNK),))
+PARTS = ("redis", "s3", "hits", "attack")
+TOKEN = "token of the worker of this benchmark"
+ACCESS = """[[identity]]
+name = "worker"
+tenant = "bench"
+roles = ["worker"]
+token_file = "worker.token"
+"""
 
 
 def main() -> int:
-    chosen = arguments(__doc__).parse_args()
+    options = arguments(__doc__)
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    options.add_argument(
+        "--attackers-core", type=int, default=None, help="where they run; not told: where this does"
+    )
+    options.add_argument(
+        "--attack", nargs=2, metavar=("ADDRESS", "PER_S"), help="be an attacker, until ended"
+    )
+    chosen = options.parse_args()
+    if chosen.attack:
+        attack(chosen.attack[0], float(chosen.attack[1]))
     if shutil.which("redis-server") is None:
         print("needs redis-server (apt-get install redis-server)")
         return 2
-    total = (128 if chosen.quick else 512) << 20
-    rounds = 3 if chosen.quick else 5
-    with tempfile.TemporaryDirectory(prefix="kvs-") as name, server(Path(name)) as (url, pid):
-        results: list[dict[str, Any]] = []
-        for salt in (b"", b"s" * 32):
-            results += throughput(url, salt, total, rounds)
-        results.append(dram_hits(Path(name), url, pid, 3.0 if chosen.quick else 10.0))
+    total = (64 if chosen.quick else 512) << 20
+    rounds = 3 if chosen.quick else 7
+    seconds = 2.0 if chosen.quick else 10.0
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="kvs-") as name:
+        folder = Path(name)
+        if "redis" in chosen.parts:
+            with server(folder) as (url, _):
+                for salt in (b"", b"s" * 32):
+                    results += throughput(RedisUnderTest(url), salt, total, rounds)
+        if "s3" in chosen.parts:
+            results += on_s3(total // 2, rounds)
+        if "hits" in chosen.parts:
+            with server(folder) as (url, pid):
+                results.append(dram_hits(folder, url, pid, seconds))
+        if "attack" in chosen.parts:
+            results += attacked(folder, seconds, chosen.attackers_core)
     for row in results:
-        if row["what"] == "dram_hits":
-            print(
-                f"DRAM reads: p99 {row['well_p99_ms']:.2f} ms while Redis is well, {row['hung_p99_ms']:.2f} ms while it"
-                f" hangs, ratio {row['ratio']:.2f}; longest {row['hung_max_ms']:.1f} ms"
+        print(
+            ", ".join(
+                f"{name} {value:.3g}" if isinstance(value, float) else str(value)
+                for name, value in row.items()
             )
-        else:
-            print(
-                f"{row['what']:5} {'signed' if row['signed'] else 'unsigned':8} {row['tier_gb_per_s']:.2f} GB/s, bare"
-                f" client {row['bare_gb_per_s']:.2f} GB/s, ratio {row['ratio']:.2f}"
-            )
-    goals = [
-        Goal(f"{row['what']} against the bare client", row["ratio"], "x", RATIO_GOAL, ">=")
-        for row in results
-        if row["what"] != "dram_hits" and not row["signed"]
-    ]
-    goals.append(
-        Goal(
-            "p99 of DRAM hits while Redis hangs", results[-1]["ratio"], "x of when it is well", P99_GOAL, "<="
         )
-    )
-    return finish(__file__, chosen, results, goals, key=("what", "signed"))
+    return finish(__file__, chosen, results, [goal_of(row) for row in results if not row["signed"]], key=KEY)
+
+
+KEY = ("part", "what", "signed")
+
+
+def goal_of(row: dict[str, Any]) -> Goal:
+    what, ratio = row["what"], row["ratio"]
+    match row["part"]:
+        case "hits":
+            return Goal("p99 of DRAM hits while Redis hangs", ratio, "x of when it is well", P99_GOAL, "<=")
+        case "attack":
+            return Goal(f"p99 of {what} under attack", ratio, "x of without", ATTACKED_GOAL, "<=")
+        case store:
+            return Goal(f"{store}: {what} against the bare client", ratio, "x", RATIO_GOAL, ">=")
 
 
 @contextmanager
@@ -126,22 +165,92 @@ class Memory:
         return self.array[offset : offset + length]
 
 
-def throughput(url: str, salt: bytes, total: int, rounds: int) -> list[dict[str, Any]]:
+class RedisUnderTest:
+    name = "redis"
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def backend(self, book: Book, salt: bytes) -> Backend:
+        from kvstore.tiers.remote.redis_store import RedisStore
+
+        return RedisStore(self._url, book, salt=salt, ttl_s=600, timeout_s=30.0)
+
+    def bare(self) -> Callable[[list[tuple[str, Any]]], None]:
+        """A client's way to put (name, data), or to get (name, None)."""
+        client = redis.Redis.from_url(self._url)
+
+        def move(records: list[tuple[str, Any]]) -> None:
+            pipe = client.pipeline(transaction=False)
+            for name, data in records:
+                if data is None:
+                    pipe.get(name)
+                else:
+                    pipe.set(name, data)
+            pipe.execute()
+
+        return move
+
+    def empty(self) -> None:
+        redis.Redis.from_url(self._url).flushall()
+
+
+class S3UnderTest:
+    name = "s3"
+
+    def __init__(self, s3: S3) -> None:
+        self._s3 = s3
+
+    def backend(self, book: Book, salt: bytes) -> Backend:
+        from kvstore.tiers.remote.object_store import ObjectStore
+
+        return ObjectStore(
+            f"s3://{BUCKET}/cache", book, salt=salt, ttl_s=600, timeout_s=30.0, store=self._s3.store()
+        )
+
+    def bare(self) -> Callable[[list[tuple[str, Any]]], None]:
+        import obstore
+
+        store = self._s3.store()
+
+        def move(records: list[tuple[str, Any]]) -> None:
+            for name, data in records:
+                if data is None:
+                    obstore.get(store, name).bytes()
+                else:
+                    obstore.put(store, name, data)
+
+        return move
+
+    def empty(self) -> None:
+        pass
+
+
+def on_s3(total: int, rounds: int) -> list[dict[str, Any]]:
+    s3 = S3()
+    try:
+        os.environ.update(s3.environment)
+        return throughput(S3UnderTest(s3), b"", total, rounds)
+    finally:
+        s3.close()
+
+
+def throughput(
+    of: RedisUnderTest | S3UnderTest, salt: bytes, total: int, rounds: int
+) -> list[dict[str, Any]]:
     """Rounds of the one and of the other in turns; medians."""
     count = total // RECORD
     memory = Memory(total)
-    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[ChunksStored | ChunksFetched] = queue.SimpleQueue()
 
     def done(event: Event) -> None:
-        if isinstance(
-            event, ChunksStored | ChunksFetched
-        ):  # the tier also says that it has read what was forgotten
+        # The tier also says that it has read what was forgotten
+        if isinstance(event, ChunksStored | ChunksFetched):
             answers.put(event)
 
     book = Book("")
-    store = RedisStore(url, book, salt=salt, ttl_s=600, timeout_s=30.0)
     tier = RemoteTier(
-        store,
+        of.backend(book, salt),
         book,
         memory,
         done=done,
@@ -155,60 +264,47 @@ def throughput(url: str, salt: bytes, total: int, rounds: int) -> list[dict[str,
     ]
     keys = [ChunkKey(b"key %d" % number) for number in range(count)]
     about = ChunkAbout(64, False, (b"m" * 16,), ChunkKey(b""))
+    wheres: dict[int, tuple[object, ...]] = {}
+    parts = [range(start, min(start + PER_OP, count)) for start in range(0, count, PER_OP)]
 
     def extents(numbers: range) -> Extents:
         return Extents.of(
             Extent(SegmentId(1), number * RECORD, RECORD, number, 1, checksums[number]) for number in numbers
         )
 
-    def ops(write: bool) -> float:
+    def ours(write: bool) -> float:
         began = time.perf_counter()
-        parts = [range(start, min(start + PER_OP, count)) for start in range(0, count, PER_OP)]
         for number, part in enumerate(parts):
             mine = tuple(keys[part.start : part.stop])
+            common: Any = OpId(number), "remote", NamespaceId(1), DIGEST, mine
             if write:
-                effect: Any = StoreChunks(
-                    OpId(number), "remote", NamespaceId(1), DIGEST, mine, (about,) * len(mine), extents(part)
-                )
+                tier.submit(StoreChunks(*common, (about,) * len(mine), extents(part)))
             else:
-                effect = FetchChunks(
-                    OpId(number), "remote", NamespaceId(1), DIGEST, mine, (None,) * len(mine), extents(part)
-                )
-            tier.submit(effect)
+                tier.submit(FetchChunks(*common, wheres.get(number) or (None,) * len(mine), extents(part)))
         for _ in parts:
             answer = answers.get(timeout=120)
             if isinstance(answer, ChunksStored):
                 assert set(answer.results) == {DiskResult.OK}, answer
+                wheres[int(answer.op)] = answer.wheres
             else:
-                assert isinstance(answer, ChunksFetched), answer
                 assert {chunk.result for chunk in answer.chunks} == {DiskResult.OK}, answer
         return total / (time.perf_counter() - began) / 1e9
 
-    results = []
-
     def bare(write: bool) -> float:
-        starts = iter(range(0, count, PER_OP))
+        left = iter(parts)
         lock = threading.Lock()
+        moves = [of.bare() for _ in range(THREADS if not write else max(1, THREADS // 2))]
 
-        def run() -> None:
-            client = redis.Redis.from_url(url)
+        def run(move: Callable[[list[tuple[str, Any]]], None]) -> None:
             while True:
                 with lock:
-                    start = next(starts, None)
-                if start is None:
+                    part = next(left, None)
+                if part is None:
                     return
-                pipe = client.pipeline(transaction=False)
-                for number in range(start, min(start + PER_OP, count)):
-                    if write:
-                        data = memory.array[number * RECORD : (number + 1) * RECORD].data
-                        pipe.set(f"bare {number}", data)
-                    else:
-                        pipe.get(f"bare {number}")
-                pipe.execute()
+                at = memory.array
+                move([(f"bare {n}", at[n * RECORD : (n + 1) * RECORD].data if write else None) for n in part])
 
-        threads = [
-            threading.Thread(target=run) for _ in range(THREADS if not write else max(1, THREADS // 2))
-        ]
+        threads = [threading.Thread(target=run, args=(move,)) for move in moves]
         began = time.perf_counter()
         for thread in threads:
             thread.start()
@@ -216,42 +312,184 @@ def throughput(url: str, salt: bytes, total: int, rounds: int) -> list[dict[str,
             thread.join()
         return total / (time.perf_counter() - began) / 1e9
 
+    results = []
     for what, write in (("write", True), ("read", False)):
-        pairs = [(ops(write), bare(write)) for _ in range(rounds)]
-        ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
-        ratio = statistics.median(mine / other for mine, other in pairs)
+        pairs = [(ours(write), bare(write)) for _ in range(rounds)]
+        mine, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
         results.append(
             {
+                "part": of.name,
                 "what": what,
                 "signed": bool(salt),
-                "tier_gb_per_s": ours,
+                "tier_gb_per_s": mine,
                 "bare_gb_per_s": theirs,
-                "ratio": ratio,
+                "ratio": statistics.median(one / other for one, other in pairs),
             }
         )
     tier.close(5.0)
-    redis.Redis.from_url(url).flushall()
+    of.empty()
     return results
 
 
 def dram_hits(folder: Path, url: str, pid: int, seconds: float) -> dict[str, Any]:
-    run_dir = folder / "run"
+    remote = (f"--remote-url={url}", "--remote-writes=write-through", "--remote-deadline-ms=1000")
+    try:
+        with daemon(folder / "hits", *remote) as client:
+            return _measure(client, pid, seconds)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def daemon(run_dir: Path, *options: str) -> Iterator[Client]:
     process = subprocess.Popen(
         [
             *(sys.executable, "-P", "-m", "kvstore", f"--run-dir={run_dir}", "--dram-bytes=64M"),
-            *("--segment-bytes=16M", f"--remote-url={url}", "--remote-writes=write-through"),
-            *("--remote-deadline-ms=1000", "--log-level=error"),
+            *("--segment-bytes=16M", "--log-level=error", *options),
         ],
         stdout=subprocess.DEVNULL,
     )
     try:
-        client = _connected(str(run_dir))
-        with client:
-            return _measure(client, pid, seconds)
+        with _connected(str(run_dir)) as client:
+            yield client
     finally:
-        os.kill(pid, signal.SIGCONT)
         process.terminate()
         process.wait(30)
+
+
+def attacked(folder: Path, seconds: float, core: int | None) -> list[dict[str, Any]]:
+    """Periods without and with attackers in turns, all of one kind together."""
+    (folder / "worker.token").write_text(TOKEN)
+    (folder / "worker.token").chmod(0o600)
+    (folder / "access.toml").write_text(ACCESS)
+    authority = certificates.Authority("bench")
+    certificate, key = certificates.write(folder, "a", authority.issue("a"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    tcp = (f"--tcp-address={address}", f"--tls-certificate={certificate}", f"--tls-key={key}")
+    times: dict[tuple[str, bool], list[float]] = {}
+    with daemon(folder / "attack", *tcp, f"--access-file={folder / 'access.toml'}") as client:
+        space, keys = _hot(client)
+        caller = _caller(address, authority.pem)
+        for attacked in (False, True) * 3:
+            attackers = _attackers(address, core) if attacked else None
+            try:
+                _reads(space, keys, 0.5)
+                for what, take in (
+                    ("DRAM reads", lambda: _reads(space, keys, seconds / 4)),
+                    ("look-ups over TLS", lambda: _calls(caller, seconds / 4)),
+                ):
+                    times.setdefault((what, attacked), []).extend(take())
+            finally:
+                if attackers is not None:
+                    attackers.kill()
+                    attackers.wait()
+    found = []
+    for what in ("DRAM reads", "look-ups over TLS"):
+        calm, under = (_p99(times[what, attacked]) for attacked in (False, True))
+        found.append(
+            {
+                "part": "attack",
+                "what": what,
+                "signed": False,
+                "calm_p99_ms": calm,
+                "attacked_p99_ms": under,
+                "ratio": under / calm,
+            }
+        )
+    return found
+
+
+def _attackers(address: str, core: int | None) -> subprocess.Popen[bytes]:
+    def elsewhere() -> None:
+        if core is not None:
+            os.sched_setaffinity(0, {core})
+
+    command = [sys.executable, "-P", __file__, "--attack", address, str(ATTEMPTS_PER_S)]
+    return subprocess.Popen(command, preexec_fn=elsewhere)
+
+
+def attack(address: str, per_s: float) -> None:
+    """Until it is ended: each attempt is another, and is refused."""
+    host, port = address.split(":")
+    trusting = ssl.create_default_context()
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    trusting.set_alpn_protocols(["h2"])
+    held: list[socket.socket] = []
+    number = 0
+    while True:
+        number += 1
+        with suppress(OSError):
+            raw = socket.create_connection((host, int(port)), timeout=1.0)
+            match number % 4:
+                case 0:
+                    raw.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(64))
+                case 1:
+                    raw.sendall(os.urandom(512))
+                case 2:
+                    held.append(raw)  # says nothing
+                    if len(held) > 64:
+                        held.pop(0).close()
+                    raw = None
+                case _:
+                    raw = trusting.wrap_socket(raw)
+                    raw.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _call_with("a wrong token"))
+                    raw.settimeout(0.2)
+                    raw.recv(4_096)
+            if raw is not None:
+                raw.close()
+        time.sleep(1.0 / per_s)
+
+
+def _call_with(token: str) -> bytes:
+    """Frames of HTTP/2: settings, and the headers of a call with this token, none of them indexed."""
+
+    def said(name: str, value: str) -> bytes:
+        return b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+
+    headers = b"".join(
+        said(*pair)
+        for pair in (
+            (":method", "POST"),
+            (":scheme", "https"),
+            (":path", "/kvstore.v1.Stats/GetStats"),
+            (":authority", "a"),
+            ("te", "trailers"),
+            ("content-type", "application/grpc"),
+            ("authorization", f"Bearer {token}"),
+        )
+    )
+    frame = len(headers).to_bytes(3, "big") + b"\x01\x04\0\0\0\x01" + headers
+    body = b"\0\0\x05\0\x01\0\0\0\x01" + bytes(5)
+    return b"\0\0\0\x04\0\0\0\0\0" + frame + body
+
+
+def _caller(address: str, authority: bytes) -> Callable[[], Any]:
+    channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority))
+    metadata = (("authorization", f"Bearer {TOKEN}"),)
+
+    def ask(method: str, request: Any) -> Any:
+        call = channel.unary_unary(f"/kvstore.v1.{method}")
+        return call(request.SerializeToString(), metadata=metadata, timeout=30.0)
+
+    opened = ask("Store/Open", store_pb2.OpenRequest(namespace=wire.spec_to_proto(SPEC)))
+    number = store_pb2.OpenReply.FromString(opened).namespace_id
+    request = store_pb2.MatchRequest(namespace_id=number, keys=[b"%032d" % n for n in range(HOT)])
+    return lambda: ask("Store/Match", request)
+
+
+def _calls(caller: Callable[[], Any], seconds: float) -> list[float]:
+    times = []
+    until = time.perf_counter() + seconds
+    while (began := time.perf_counter()) < until:
+        caller()
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def _p99(times: list[float]) -> float:
+    return 1_000 * float(np.quantile(times, 0.99))
 
 
 def _connected(run_dir: str) -> Client:
@@ -265,33 +503,41 @@ def _connected(run_dir: str) -> Client:
             time.sleep(0.1)
 
 
-def _measure(client: Client, pid: int, seconds: float) -> dict[str, Any]:
+def _hot(client: Client) -> tuple[Namespace, list[ChunkKey]]:
     space = client.open(SPEC)
     keys = space.keys(np.arange(16 * HOT))
     with space.write(keys) as batch:
         for index in batch.granted:
             batch.buffer(index)[:] = np.full(CHUNK, index, np.uint8)
         batch.commit()
+    return space, keys
+
+
+def _measure(client: Client, pid: int, seconds: float) -> dict[str, Any]:
+    space, keys = _hot(client)
     asking = threading.Event()
     asking.set()
     asker = threading.Thread(target=_ask, args=(space, asking))
     asker.start()
     _reads(space, keys, 0.5)
-    well = _reads(space, keys, seconds)
-    os.kill(pid, signal.SIGSTOP)
-    hung = _reads(space, keys, seconds)
-    os.kill(pid, signal.SIGCONT)
-    well += _reads(space, keys, seconds)
+    well: list[float] = []
+    hung: list[float] = []
+    for _ in range(3):
+        well += _reads(space, keys, seconds / 3)
+        os.kill(pid, signal.SIGSTOP)
+        hung += _reads(space, keys, seconds / 3)
+        os.kill(pid, signal.SIGCONT)
+        _reads(space, keys, 1.0)  # it is found again
     asking.clear()
     asker.join()
-    p99: Callable[[list[float]], float] = lambda times: 1_000 * float(np.quantile(times, 0.99))  # noqa: E731
     return {
-        "what": "dram_hits",
+        "part": "hits",
+        "what": "DRAM reads",
         "signed": False,
-        "well_p99_ms": p99(well),
-        "hung_p99_ms": p99(hung),
+        "well_p99_ms": _p99(well),
+        "hung_p99_ms": _p99(hung),
         "hung_max_ms": 1_000 * max(hung),
-        "ratio": p99(hung) / p99(well),
+        "ratio": _p99(hung) / _p99(well),
     }
 
 

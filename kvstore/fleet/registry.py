@@ -141,6 +141,10 @@ def check_url(url: str) -> None:
             field="registry_url",
             value=url.partition("://")[0],
         )
+    try:
+        one_host(url)
+    except ValueError as problem:
+        raise ConfigError(str(problem), field="registry_url", value=url.partition("://")[0]) from None
     check_database(url, "registry_url")
 
 
@@ -155,6 +159,24 @@ def check_database(url: str, setting: str) -> None:
             value=f"{parts.scheme}://.../{database}",
             remedy=f"{parts.scheme}://host:6379/0",
         )
+
+
+def one_host(url: str) -> tuple[str, list[tuple[str, int]]]:
+    """Of redis+cluster://user:password@host:port,host:port/ the URL with the first host alone, and the others. Raises
+    ValueError."""
+    scheme, _, rest = url.partition("://")
+    place, slash, path = rest.partition("/")
+    login, at, hosts = place.rpartition("@")
+    first, *others = hosts.split(",")
+    nodes = []
+    for other in others:
+        host, _, port = other.rpartition(":")
+        if not host or not (port.isascii() and port.isdigit()):
+            raise ValueError(f"{other!r} is not host:port")
+        nodes.append((host, int(port)))
+    if nodes and "+cluster" not in scheme:
+        raise ValueError("only a cluster has several hosts")
+    return f"{scheme}://{login}{at}{first}{slash}{path}", nodes
 
 
 def without_password(url: str) -> str:
@@ -183,7 +205,10 @@ def connect(url: str) -> Any:
     }
     try:
         if "+cluster" in url:
-            return redis.cluster.RedisCluster.from_url(url.replace("+cluster", ""), **options)
+            first, others = one_host(url)
+            nodes = [redis.cluster.ClusterNode(*other) for other in others]
+            url = first.replace("+cluster", "")
+            return redis.cluster.RedisCluster.from_url(url, startup_nodes=nodes, **options)
         return redis.Redis.from_url(url, **options)
     except ValueError as problem:
         raise ConfigError(str(problem), field="registry_url", value=url.partition("://")[0]) from None

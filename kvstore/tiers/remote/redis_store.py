@@ -22,6 +22,7 @@ import redis.exceptions
 import redis.retry
 
 from kvstore.core.events import FetchChunks, FetchedChunk, LookUpChunks, StoreChunks
+from kvstore.fleet.registry import one_host
 from kvstore.tiers.base import SlotMemory
 from kvstore.tiers.remote import records
 from kvstore.tiers.remote.backend import Book, StoreFull, StoreProblem, describe, judge, sealed, view
@@ -33,24 +34,6 @@ from kvstore.types import ChunkKey, Found
 READ_BYTES = 1 << 20
 """Asked of the socket at once: values are large."""
 NAMES_PER_SCAN = 1_000
-
-
-def one_host(url: str) -> tuple[str, list[tuple[str, int]]]:
-    """Of redis+cluster://user:password@host:port,host:port/ the URL with the first host alone, and the others. Raises
-    ValueError."""
-    scheme, _, rest = url.partition("://")
-    place, slash, path = rest.partition("/")
-    login, at, hosts = place.rpartition("@")
-    first, *others = hosts.split(",")
-    nodes = []
-    for other in others:
-        host, _, port = other.rpartition(":")
-        if not host or not (port.isascii() and port.isdigit()):
-            raise ValueError(f"{other!r} is not host:port")
-        nodes.append((host, int(port)))
-    if nodes and "+cluster" not in scheme:
-        raise ValueError("only a cluster has several hosts")
-    return f"{scheme}://{login}{at}{first}{slash}{path}", nodes
 
 
 class RedisStore:

@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.fleet.held import PAGE_ROWS, Where
-from kvstore.fleet.registry import Node, Registry, check_url, without_password
+from kvstore.fleet.registry import Node, Registry, check_url, connect, without_password
 from kvstore.fleet.secret import FleetSecret
 from kvstore.tiers.remote.backend import StoreProblem
 from kvstore.types import ChunkKey
@@ -349,3 +349,21 @@ def test_the_thread_outlives_answers_that_are_none(
     monkeypatch.undo()
     a.round()
     assert a.state == "ok"
+
+
+def test_of_a_cluster_several_nodes_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = pytest.importorskip("redis.cluster")
+    made: list[tuple[str, list[tuple[str, int]]]] = []
+
+    def from_url(url: str, *, startup_nodes: list[Any], **_: Any) -> str:
+        made.append((url, [(node.host, node.port) for node in startup_nodes]))
+        return "a client"
+
+    monkeypatch.setattr(cluster.RedisCluster, "from_url", from_url)
+    url = "redis+cluster://u:p@10.0.0.1:7000,10.0.0.2:7001,10.0.0.3:7002/"
+    check_url(url)
+    assert connect(url) == "a client"
+    assert made == [("redis://u:p@10.0.0.1:7000/", [("10.0.0.2", 7001), ("10.0.0.3", 7002)])]
+    for wrong in ("redis+cluster://a:1,b", "redis://a:1,b:2"):
+        with pytest.raises(ConfigError, match="registry_url"):
+            check_url(wrong)
