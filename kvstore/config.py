@@ -157,8 +157,8 @@ class StoreConfig:
     node_name: str = ""
     """Of this daemon in a fleet, and in KV events: unique there, and stable; empty: the host's name."""
     registry_url: str = ""
-    """Redis where nodes tell each other what they hold: redis://, rediss://, redis+cluster://, unix://; empty: off. It
-    must not evict (maxmemory-policy noeviction), so it is not the one of a cache."""
+    """Redis where nodes tell each other what they hold: redis://, rediss://, redis+cluster://host:port,host:port,
+    unix://; empty: off. It must not evict (maxmemory-policy noeviction), so it is not the one of a cache."""
     registry_ttl_ms: int = 10_000
     """A node that was silent for so long has gone. Ten heartbeats in that time."""
     registry_pages_per_s: int = 16

@@ -116,6 +116,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     except StoreError as error:
         note(f"kvctl: {error}")
         return 1
+    except UnicodeEncodeError as problem:  # an argument that a daemon cannot be told
+        note(f"kvctl: {ascii(problem.object)[1:-1]}: is no text in UTF-8 (name it otherwise)")
+        return 1
     except OSError as problem:
         note(f"kvctl: {problem.strerror or problem}: {problem.filename or 'the system refused a call'}")
         return 1

@@ -35,6 +35,7 @@ def some_bytes(text: str) -> int:
 ALL_TURNS = "all"
 PROGRESS_S = 5.0
 TURNS_MAX = 1 << 30
+FAILURE_S_MAX = 1e12
 
 
 def turns_known(text: str) -> int:
@@ -538,9 +539,12 @@ def failure(text: str) -> tuple[int, float, float]:
     try:
         node, _, when = text.partition("@")
         at_s, _, for_s = when.partition("+")
-        return int(node), float(at_s), float(for_s or 60.0)
+        found = int(node), float(at_s), float(for_s or 60.0)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text} is not NODE@SECONDS or NODE@SECONDS+SECONDS") from None
+    if not all(0 <= value <= FAILURE_S_MAX for value in found):  # nor is nan
+        raise argparse.ArgumentTypeError(f"{text} has a number that is not between 0 and {FAILURE_S_MAX:g}")
+    return found
 
 
 def _fleet_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,10 +22,10 @@ from kvstore.types import ChunkKey, DiskResult, Found
 
 PEERS = "peers"
 ROUTINGS = ("prefix", "session", "least", "random")
-"""prefix: where most of the prompt's beginning is, unless that node is behind. session: where the session was last.
-least: the node that served least. random: drawn, the same each time."""
+"""prefix: where most of the prompt's beginning is, unless that node is behind; where nobody has enough of it, as
+session. session: where the session was last. least: the node that served least. random: drawn, the same each time."""
 WORTH_SHARE = 0.5
-"""Of a prompt: a node that has less is no better than the one with least to do."""
+"""Of a prompt: a node that has less is no better than the one that the session was at: it goes on saving there."""
 BEHIND_TURNS, BEHIND_SHARE = 4, 0.1
 """A node that served so many turns more than its part of all, and so much of that part, is passed by."""
 PAGE_ROWS, PAGE_BYTES = 4_096, 32 << 10
@@ -227,12 +227,13 @@ class Fleet:
             return self._draw.choice(up)
         most = (1 + BEHIND_SHARE) * sum(self._served[node] for node in up) / len(up) + BEHIND_TURNS
         allowed = [node for node in up if self._served[node] <= most]
+        last = self._last.get(turn.session, -1) if turn.session >= 0 else -1
+        kept = last if last in allowed else least
         if self.routing == "session":
-            last = self._last.get(turn.session, -1) if turn.session >= 0 else -1
-            return last if last in allowed else least
+            return kept
         leading = {node: self._leading(node, turn) for node in allowed}
         best = max(allowed, key=lambda node: (leading[node], -self._served[node], -node))
-        return best if leading[best] >= WORTH_SHARE * len(turn.chunks) else least
+        return best if leading[best] >= WORTH_SHARE * len(turn.chunks) else kept
 
     def _leading(self, node: int, turn: Turn) -> int:
         machine = self.machines[node]

@@ -64,6 +64,15 @@ def test_simulate_refuses(trace: str, capsys: pytest.CaptureFixture[str], argume
     assert status in (1, 2) and words in text and "Traceback" not in text
 
 
+@pytest.mark.parametrize("text", ["0@nan", "0@inf", "0@1e400", "0@-5", "0@5+nan", "-1@5", "0@5+-1"])
+def test_failures_of_nodes_are_at_times_that_come(
+    trace: str, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    arguments = ("simulate-fleet", trace, "--format", "mooncake", "--dram", "1G", f"--fail={text}")
+    status, written = said(capsys, *arguments)
+    assert status == 2 and f"{text} has a number that is not between 0 and" in written
+
+
 @pytest.mark.parametrize("arguments", ["--target 0", "--target nan", "--policy belady", "--warm-up 9"])
 def test_plan_refuses(trace: str, capsys: pytest.CaptureFixture[str], arguments: str) -> None:
     status, text = said(capsys, "plan", trace, "--format", "mooncake", *arguments.split())

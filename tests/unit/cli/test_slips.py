@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.cli import kvctl
 from kvstore.cli.fleet import _routes
 from kvstore.cli.kvctl import main, parser
 from kvstore.errors import ConfigError
@@ -52,6 +54,16 @@ def test_an_answer_names_the_slip(
         main(arguments)
     assert ended.value.code in (1, 2)
     assert words in capsys.readouterr().err
+
+
+def test_a_name_that_a_daemon_cannot_be_told_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvctl, "connect", lambda run_dir, timeout_s: contextlib.nullcontext())
+    with pytest.raises(SystemExit) as ended:
+        main(("record", os.fsdecode(b"/tmp/\xff")))
+    assert ended.value.code == 1
+    assert "/tmp/\\udcff: is no text in UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [("record", "file"), ("fleet", "drain", "gpu-1")])

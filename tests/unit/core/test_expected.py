@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -116,12 +117,14 @@ class Reads:
 
     def ask(self, name: str, count: int = 4) -> int:
         """How many of its chunks are hits; the others are saved."""
-        keys = chain(name, count)
+        return self.ask_for(chain(name, count))
+
+    def ask_for(self, keys: Sequence[ChunkKey]) -> int:
         acquired = self.world.acquire(self.worker, self.namespace, keys)
         if acquired.lease:
             self.world.release(self.worker, acquired.lease)
         hits = [outcome.name for outcome in acquired.outcomes].count("HIT")
-        if hits < count:
+        if hits < len(keys):
             parent = keys[hits - 1] if hits else b""
             reserved = self.world.reserve(self.worker, self.namespace, keys[hits:], parent=parent)
             if reserved.reservation:
@@ -591,7 +594,9 @@ def test_nothing_goes_before_what_can_only_be_found_behind_it(seed: int) -> None
     draw = random.Random(seed)
     reads = Reads(eviction="expected")
     for _ in range(120):
-        reads.ask(f"chain {draw.randrange(8)} ", 1 + draw.randrange(9))
+        root = f"root {draw.randrange(3)} "
+        branch = chain(f"{root} branch {draw.randrange(5)} ", 1 + draw.randrange(6))
+        reads.ask_for((*chain(root, 3), *branch))
     state = reads.world.store.state
     policy, chunks = state.policy, state.chunks
     (dram,) = (namespace.dram for namespace in state.namespaces.values())
