@@ -176,6 +176,8 @@ def choices(
     )
     recomputing = BatchEngine(model, pool_chunks=chunks, retain=False)
     ratios: list[float] = []
+    noise: list[float] = []
+    """The same of the engine that recomputes, asked once more: what is due to the machine."""
     made: Counter[str] = Counter()
     try:
         for past in pasts:
@@ -191,6 +193,7 @@ def choices(
             assert turn.tokens == computed.tokens or turn.gaps[0] < 1e-3, (turn, computed)
             if number >= 0:
                 ratios.append(turn.ttft_s / computed.ttft_s)
+                noise.append(recomputing.turn("", prompt, 1).ttft_s / computed.ttft_s)
                 made[turn.choice] += 1
     finally:
         choosing.close()
@@ -203,6 +206,7 @@ def choices(
         "ratio": statistics.median(ratios),
         "ratio_max": max(ratios),
         "slower_share": sum(ratio > SLOWER_MAX for ratio in ratios) / turns,
+        "slower_share_by_noise": sum(ratio > SLOWER_MAX for ratio in noise) / turns,
         "made": dict(made),
     }
 

@@ -198,7 +198,10 @@ Kind = Callable[[Any], Any]
 
 def shown(value: Any) -> str:
     """As the file writes it, the beginning."""
-    text = json.dumps(value) if not isinstance(value, str) else repr(value[:SHOWN_MAX])
+    try:
+        text = json.dumps(value) if not isinstance(value, str) else repr(value[:SHOWN_MAX])
+    except RecursionError:  # it could just be read
+        return "[..."
     return text if len(text) <= SHOWN_MAX else text[:SHOWN_MAX] + "..."
 
 

@@ -102,13 +102,16 @@ def serve(arm: Path, canary: str, arguments: Sequence[str]) -> None:
     armed: dict[str, Any] = {}
 
     def pass_by(place: str) -> None:
+        """The file tells that it is armed still: whoever heals the world takes it away."""
         with lock:
+            if armed and not mine.exists():
+                armed.clear()
             if not armed:
                 try:
                     os.rename(arm, mine)
+                    armed.update(json.loads(mine.read_text()))
                 except FileNotFoundError:
                     return
-                armed.update(json.loads(mine.read_text()))
             if armed["place"] != place:
                 return
             armed["after"] -= 1
@@ -116,6 +119,10 @@ def serve(arm: Path, canary: str, arguments: Sequence[str]) -> None:
                 return
             pid = armed["pid"] or os.getpid()
             armed.clear()
+            try:
+                mine.unlink()
+            except FileNotFoundError:
+                return
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -604,12 +611,16 @@ class Life:
                 if status != -signal.SIGKILL:
                     raise Wrong(f"worker {worker.number} ended with {status}: {worker.tail()}")
                 worker.start()
-        (self.folder / "arm").unlink(missing_ok=True)
+        self.disarm()
+
+    def disarm(self) -> None:
+        for path in self.folder.glob("arm*"):
+            path.unlink(missing_ok=True)
 
     def heal(self) -> None:
         self.weather.set()
         self.disk.empty()
-        (self.folder / "arm").unlink(missing_ok=True)
+        self.disarm()
         time.sleep(0.1)
         self.restart()
 
@@ -705,8 +716,13 @@ class Life:
             raise Hang("a worker does not save")
 
     def until(self, what: Callable[[], bool], why: str) -> None:
+        def holds() -> bool:
+            if not self.daemon.alive:
+                raise Wrong(f"the daemon ended by itself with status {self.daemon.process.returncode}")
+            return what()
+
         try:
-            until(what, why)
+            until(holds, why)
         except Hang:
             raise Hang(f"{why}: {self.last}") from None
 
@@ -762,6 +778,22 @@ class Life:
         if (status := self.daemon.stop()) != 0:
             raise Wrong(f"the daemon ended with status {status}: {log_lines(self.daemon.log)[-3:]}")
         check_directory(self.folder, self.settings["ssd_dir"])
+
+    def describe(self) -> None:
+        """What each of them says of itself, as far as it answers, on stderr."""
+        for worker in self.workers:
+            with contextlib.suppress(OSError, http.client.HTTPException, Wrong):
+                said = [worker.call("GET", "/health"), *worker.call("GET", "/metrics").splitlines()]
+                shown = (str(line) for line in said if not str(line).startswith("#"))
+                print(f"--- worker {worker.number}", *shown, sep="\n", file=sys.stderr)
+        if self.daemon.alive:
+            command = [
+                *(sys.executable, "-P", "-m", "kvstore.cli.kvctl"),
+                "--run-dir",
+                str(self.folder / "run"),
+            ]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run([*command, "stats", "--long"], stdout=sys.stderr, timeout=BOUND_S, check=False)
 
     def abandon(self) -> None:
         for process in (*(worker.process for worker in self.workers), self.daemon.process):
@@ -865,6 +897,7 @@ def main() -> int:
         except Exception as problem:
             failure = f"{type(problem).__name__}: {problem}"
             traceback.print_exc()
+            life.describe()
             for path in (life.daemon.log, *(worker.log for worker in life.workers)):
                 print(f"--- {path}\n{path.read_text(errors='replace')[-4000:]}", file=sys.stderr)
             kind = "hangs" if isinstance(problem, Hang) else "wrong"

@@ -817,6 +817,50 @@ def test_weights_change_between_a_load_and_its_use(rig: Callable[..., Rig]) -> N
     assert second.workers[0].worker_side.tally.total["blocks_loaded"] == 9
 
 
+def test_weights_change_between_a_load_after_a_preemption_and_its_use(rig: Callable[..., Rig]) -> None:
+    tokens = prompt(76, 300)
+    rig().run(tokens)
+    second = rig()
+    side = second.scheduler.connector.scheduler_side
+    done: list[Any] = []
+
+    def preempt_and_update() -> None:
+        running = second.scheduler.running
+        if not done and running and running[0].num_output_tokens:
+            done.append(second.scheduler.reset_prefix_cache(reset_running_requests=True))
+        elif len(done) == 1 and len(second.loads) == 2 and not side._loading:
+            done.append(update(second, 1))
+
+    assert second.run(tokens, between=preempt_and_update) == 0
+    assert len(done) == 2
+    assert second.workers[0].worker_side.tally.total["blocks_loaded"] == 18
+
+
+def test_steps_that_only_wait_do_not_look_at_the_weights(rig: Callable[..., Rig]) -> None:
+    """A thousand parameters take a millisecond, and a core that copies what is waited for."""
+    tokens = prompt(77, 300)
+    rig().run(tokens)
+    second = rig()
+    side, rank = second.scheduler.connector.scheduler_side, second.workers[0].worker_side
+    gate = second.hold_loads()
+    looks: list[int] = []
+    steps: list[int] = []
+
+    def count() -> None:
+        if not side._loading:
+            return
+        if not steps:
+            check = rank.held.check
+            rank.held.check = lambda: (looks.append(1), check())[1]
+        steps.append(len(looks))
+        if len(steps) == 5:
+            gate.set()
+
+    assert second.run(tokens, between=count) == 288
+    assert len(steps) >= 5 and not any(steps)
+    assert looks, "but those that compute do"
+
+
 @pytest.mark.parametrize("sleeps", [True, False])
 def test_what_is_asleep_or_half_loaded_has_no_name(rig: Callable[..., Rig], sleeps: bool) -> None:
     tokens = prompt(66 + sleeps, 300)

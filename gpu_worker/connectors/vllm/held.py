@@ -408,8 +408,19 @@ def _mark(tensor: torch.Tensor | None) -> tuple[int, int, int]:
     if tensor is None:
         return 0, 0, 0
     version = -1 if tensor.is_inference() else tensor._version
-    hidden = tensor.is_meta or is_traceable_wrapper_subclass(tensor)
+    hidden = tensor.is_meta or _wraps(type(tensor), tensor)
     return id(tensor), version, 0 if hidden else tensor.data_ptr()
+
+
+_wrappers: dict[type, bool] = {torch.Tensor: False}
+
+
+def _wraps(kind: type, tensor: torch.Tensor) -> bool:
+    """Whether it has no memory of its own. Asked once for each kind: torch takes longer than all else here."""
+    found = _wrappers.get(kind)
+    if found is None:
+        found = _wrappers[kind] = bool(is_traceable_wrapper_subclass(tensor))
+    return found
 
 
 def held_by(config: Any, rank: int) -> Held | None:

@@ -79,7 +79,12 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """The ranks' generations (see held) for which chunks are named here; None: what they hold is not known, and nothing
     may be loaded or saved."""
     begun: tuple[str, ...] = ()
-    """Requests whose first step this is: what was loaded for them is used now."""
+    """Requests whose first step this is, or the first after a preemption: what was loaded for them is used now."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is computed, loaded, saved or named anew: ranks are asked what has ended."""
+        return self.idle and not (self.loads or self.saves or self.fresh or self.begun or self.spec)
 
 
 @dataclass(frozen=True, slots=True)

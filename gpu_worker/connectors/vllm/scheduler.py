@@ -506,7 +506,10 @@ class SchedulerSide:
             loads=self._loads,
             spec=self._spec_to_send,
             weights=self._known.generations if self._known is not None else None,
-            begun=tuple(new.req_id for new in output.scheduled_new_reqs),
+            begun=(
+                *(new.req_id for new in output.scheduled_new_reqs),
+                *output.scheduled_cached_reqs.resumed_req_ids,
+            ),
         )
         self._loads, self._spec_to_send = [], None
         if self._settings.layerwise:

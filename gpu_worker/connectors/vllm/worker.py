@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -71,6 +72,8 @@ class WorkerSide:
         self._rank = config.parallel_config.rank
         self._trusted: int | None = None
         """The generation at which this step's chunks are named; None: they are named for something else."""
+        self._named: Mapping[int, int] | None = None
+        """The generations of all ranks for which chunks are named, as of the last step that was not empty."""
         self._arrived: dict[str, tuple[Load, int]] = {}
         """Whole loads of requests that have not begun to compute, and the generation that they were begun at."""
 
@@ -105,9 +108,12 @@ class WorkerSide:
 
     def begin(self, metadata: StepMetadata) -> None:
         self._idle = metadata.idle
+        if metadata.is_empty and metadata.weights == self._named:
+            return  # only asks what has ended: what this rank holds is looked at before that is used
         self._follow(metadata.spec)
         if self.held is None:
             self.held = held_by(self._config, self._rank)
+        self._named = metadata.weights
         before, self._trusted = self._trusted, self._generation(metadata)
         if self._loader is not None and before != self._trusted:
             self._loader.void()

@@ -426,6 +426,14 @@ def test_the_remedy_fits_what_is_wrong(tmp_path: Path, text: str, remedy: str) -
     assert re.search(remedy, refused.value.remedy)
 
 
+def test_a_value_that_is_nested_as_deep_as_can_be_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    for depth in range(900, 1_100):
+        path.write_text('{"timestamp": 0, "input_length": 512, "hash_ids": %s}' % ("[" * depth + "]" * depth))
+        with pytest.raises(BadRequest, match=r"nested too deep|is no whole number"):
+            read_trace(path, "mooncake")
+
+
 def test_chunks_may_have_any_number_of_64_bits(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     row = '{"timestamp": %d, "input_length": 1024, "hash_ids": [-1, -9223372036854775808]}\n'
