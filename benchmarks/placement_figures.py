@@ -570,7 +570,14 @@ What limits the look-ahead of 100: in the books a life ends when a queue tells o
 that is worth .23 of hits (.883; .656 where lives end with the use), here it costs .002 (.0961; .0984): 100 turns are 27
 seconds, and 1,000 blocks are turned over in 12. Also tried at 104d56a: ghosts told of too .0930, lives told of at their
 beginning left out .0947, both .0961, such lives ended with the use .0962; worth given that nothing comes within the
-mean notice .838 in the paper's setting."""
+mean notice .838 in the paper's setting.
+
+Two refinements were measured at d0385b2 and not built. Worth by what a token costs to compute again so deep in its
+prompt (twice the first one's at 32,768): of all recomputing, .0710 instead of .0693 is saved with 1,000 blocks, .1207
+instead of .1193 with 3,000, on drawn dialogues .5009 instead of .4961; each chunk would carry its depth, and evictions
+would look through four times the cells. Worth of DRAM less .3 of it where the SSD has a copy (3,000 turns, 1,000 blocks
+of DRAM, 10,000 of SSD): hits .2035 instead of .1939, but .293 of them in DRAM instead of .354, and turns wait 1.95 ms
+instead of 1.69."""
     mine = [row for row in rows if row["part"] == "hits" and row["trace"] == "mooncake"]
     found = {(row["policy"], row["look_ahead"], row["dram"]): row for row in mine}
     kinds = sorted({(policy, str(ahead), ahead) for policy, ahead, _ in found}, key=_kind_order)
