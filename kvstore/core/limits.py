@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvstore.core.rate import AT_FIRST_BYTES, AT_LEAST_BYTES
 from kvstore.types import EXTENTS_PER_ANSWER_MAX, Protection
 
 EVICTION = "expected"
@@ -106,6 +107,9 @@ class Limits:
     """Of a fetch, likewise."""
     fetch_within_ms: Mapping[str, int] = field(default_factory=dict)
     """Sources that give up a fetch sooner, by name: what has not come by then does not come."""
+    remote_first_bytes: int = AT_FIRST_BYTES
+    remote_least_bytes: int = AT_LEAST_BYTES
+    """May be under way to or from a source of which nothing is known yet, and one that missed a deadline."""
     remote_bytes_in_flight_max: int = 64 << 20
     """Of fetches,"""
     remote_writes_in_flight_max: int = 16 << 20

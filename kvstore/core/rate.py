@@ -13,8 +13,8 @@ from kvstore.types import Millis
 
 REMEMBERED_MS = 2_000
 """Of busy time: what is older counts half as much."""
-AT_FIRST_SHARE, AT_LEAST_SHARE = 8, 64
-"""Of what may be under way at most: 8 and 1 of 64 MiB."""
+AT_FIRST_BYTES = 8 << 20
+AT_LEAST_BYTES = 1 << 20
 BYTES_PER_OP_MAX = 8 << 20
 
 
@@ -58,12 +58,22 @@ class AtOnce:
     under way (that few come soon says nothing of many), half as many after one that took more than half of it, and
     after one that missed it the least."""
 
-    def __init__(self, most: int, patience_ms: Millis, *, ops: int = 1) -> None:
-        """`ops` share them: several connections bring more than one does."""
-        self.bytes = most // AT_FIRST_SHARE
+    def __init__(
+        self,
+        most: int,
+        patience_ms: Millis,
+        *,
+        ops: int = 1,
+        first: int = AT_FIRST_BYTES,
+        least: int = AT_LEAST_BYTES,
+    ) -> None:
+        """`ops` share them: several connections bring more than one does. `first` and `least` bytes, where `most`
+        allows so many."""
+        self.bytes = min(most, first)
         self._ops = ops
         self._most = most
-        self._least = most // AT_LEAST_SHARE
+        self._least = min(most, least)
+        self._op_least = least
         self._patience_ms = patience_ms
 
     def __repr__(self) -> str:
@@ -71,8 +81,8 @@ class AtOnce:
 
     @property
     def op_bytes(self) -> int:
-        """Of one op."""
-        return min(BYTES_PER_OP_MAX, max(self._least, self.bytes // self._ops))
+        """Of one op, its last chunk not counted."""
+        return min(BYTES_PER_OP_MAX, max(self._op_least, self.bytes // self._ops))
 
     def ended(self, took_ms: Millis, under_way: int, *, failed: bool = False) -> None:
         """An op took so long, and until now so many bytes were under way, its own too. One that failed soon tells

@@ -128,6 +128,8 @@ class RemoteCluster(Cluster):
             remote_writes=self.weather.choice(("on-evict", "write-through")),
             remote_bytes_max=self.weather.choice((1 << 50, 40 * 4096)),
             remote_bytes_in_flight_max=64 * PAGE,
+            remote_first_bytes=8 * PAGE,
+            remote_least_bytes=PAGE,
             remote_writes_in_flight_max=self.weather.choice((4, 64)) * 4096,
             lookup_wait_ms=20,
             lookup_deadline_ms=100,

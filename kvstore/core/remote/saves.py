@@ -75,7 +75,13 @@ class RemoteSaves:
         self.to_store: OrderedDict[int, tuple[ChunkKey, Millis]] = OrderedDict()
         """By row: which chunk, and since when it waits."""
         self.stores: dict[OpId, Store] = {}
-        self._at_once = AtOnce(state.limits.remote_writes_in_flight_max, state.limits.remote_deadline_ms)
+        limits = state.limits
+        self._at_once = AtOnce(
+            limits.remote_writes_in_flight_max,
+            limits.remote_deadline_ms,
+            first=limits.remote_first_bytes,
+            least=limits.remote_least_bytes,
+        )
         self.stored: OrderedDict[tuple[NamespaceId, ChunkKey], Stored] = OrderedDict()
         self.stored_bytes = 0
         self.stored_of: dict[str, OrderedDict[tuple[NamespaceId, ChunkKey], None]] = {}

@@ -204,7 +204,11 @@ class Sources:
         self._is_barred = is_barred
         limits, most = state.limits, state.limits.remote_bytes_in_flight_max
         self.by_name = {name: Source(name) for name in limits.sources}
-        self.at_once = {name: AtOnce(most, self._patience_ms(name), ops=OPS_AT_ONCE) for name in self.by_name}
+        first, least = limits.remote_first_bytes, limits.remote_least_bytes
+        self.at_once = {
+            name: AtOnce(most, self._patience_ms(name), ops=OPS_AT_ONCE, first=first, least=least)
+            for name in self.by_name
+        }
         """Of fetches."""
         self.known: OrderedDict[Name, dict[str, Answer]] = OrderedDict()
         self.lookups: dict[OpId, LookUp] = {}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.core.rate import REMEMBERED_MS, AtOnce, Rate
+from kvstore.core.rate import AT_FIRST_BYTES, AT_LEAST_BYTES, REMEMBERED_MS, AtOnce, Rate
 
 MIB = 1 << 20
 
@@ -90,10 +90,11 @@ def test_a_disk_that_becomes_slow_is_late_once() -> None:
 @pytest.mark.parametrize("most", [64 * MIB, 4_096, 1])
 def test_its_bounds_hold(most: int) -> None:
     at_once = AtOnce(most, 2_000)
-    assert at_once.bytes == at_once.op_bytes == most // 8
+    assert at_once.bytes == min(most, AT_FIRST_BYTES)
+    assert at_once.op_bytes == max(at_once.bytes, AT_LEAST_BYTES)
     for took in (*(0,) * 20, 1_500, 2_500, *(1_500,) * 20, 0):
         at_once.ended(took, at_once.bytes)
-        assert most // 64 <= at_once.bytes <= most
+        assert min(most, AT_LEAST_BYTES) <= at_once.bytes <= most
 
 
 def test_several_ops_share_what_may_be_under_way_while_it_is_little() -> None:

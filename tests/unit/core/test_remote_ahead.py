@@ -100,7 +100,7 @@ def test_what_is_due_later_comes_just_in_time() -> None:
 
 
 def test_who_asks_goes_first() -> None:
-    world, worker, namespace = start(remote_bytes_in_flight_max=32 * PAGE)  # 4 pages at first
+    world, worker, namespace = start(remote_bytes_in_flight_max=4 * PAGE)
     later, now = chain("later", 4), chain("now", 2)
     for keys in (later, now):
         world.put_elsewhere(namespace, keys)

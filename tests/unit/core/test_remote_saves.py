@@ -78,7 +78,7 @@ def test_what_left_the_node_comes_back_without_a_look_up() -> None:
 
 
 def test_a_hung_write_pins_no_more_than_it_may_and_delays_nobody() -> None:
-    world, worker, namespace = start(remote_writes_in_flight_max=32 * PAGE, remote_deadline_ms=400)
+    world, worker, namespace = start(remote_writes_in_flight_max=4 * PAGE, remote_deadline_ms=400)
     world.hold = {ev.StoreChunks}
     for number in range(2):
         world.save(worker, namespace, chain(f"o {number}", 4))
