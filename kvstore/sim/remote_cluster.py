@@ -581,6 +581,8 @@ class RemoteCluster(Cluster):
         self.known.count, self.known.head = self.told.count, self.told.head
         if self.pending:
             self._tell(list(self.pending))
+            for digest, key, maker in self.pending:  # the core has dropped it, whoever forgot it before
+                self._heeded_by_store_at[maker or digest, key] = self._orders
             self.pending.clear()
         return True
 
