@@ -83,9 +83,6 @@ CAPACITIES = 10
 @contextmanager
 def daemon(folder: Path, **settings: Any) -> Iterator[tuple[Client, int]]:
     command = [sys.executable, "-P", "-m", "kvstore", f"--run-dir={folder}/run", f"--ssd-dir={folder}/ssd"]
-    command.append(
-        "--eviction=lru"
-    )  # what is demoted in order leaves in order: each round asks for what is on SSD
     command += [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     if KEY:
         (folder / "key").write_text(KEY)

@@ -163,3 +163,13 @@ class RemoteWorld(DiskWorld):
     def late_ops(self) -> list[OpId]:
         """Fetches that the core does not wait for any longer."""
         return [op for op, fetch in self.store.sources.fetches.items() if fetch.quarantined is not None]
+
+    def finish_over_link(self, *, ms_per_chunk: int) -> int:
+        """Ends what is held and what follows, one op after another; the most chunks that were under way."""
+        most = 0
+        while self.held:
+            most = max(most, sum(len(held.keys) for held in self.held))
+            first = self.held[0]
+            self.tick(ms_per_chunk * len(first.keys))
+            self.finish(first)
+        return most

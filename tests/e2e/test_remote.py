@@ -77,9 +77,7 @@ def test_what_one_node_forgets_no_node_serves(start: Callable[..., Node]) -> Non
     a.save(keys)
     a.stored_remotely(8)
     assert b.space.match(keys).usable == 8  # b knows where they are
-    a.client.forget_keys(a.space, keys[:4]) if hasattr(a.client, "forget_keys") else a.space.forget(
-        keys=keys[:4]
-    )
+    a.space.forget(keys=keys[:4])
     found = b.read(keys)
     assert "HIT" not in found[:4], found
     b.save(keys[:4])  # computed again: what is written now is no longer what was forgotten

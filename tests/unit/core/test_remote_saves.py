@@ -187,11 +187,5 @@ def test_no_more_is_written_at_once_than_ends_before_its_deadline() -> None:
     world.hold = {ev.StoreChunks}
     keys = chain("k", 48)
     world.save(worker, namespace, keys)
-    under_way = []
-    while world.held:
-        under_way.append(sum(len(held.keys) for held in world.held))
-        first = world.held[0]
-        world.tick(500 * len(first.keys))
-        world.finish(first)
-    assert max(under_way) == 8
+    assert world.finish_over_link(ms_per_chunk=500) == 8
     assert there(world) == set(keys) and not world.counters["remote_trips"]

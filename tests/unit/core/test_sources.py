@@ -299,13 +299,7 @@ def test_as_much_is_asked_of_a_source_as_comes_before_its_deadline() -> None:
     world.put_elsewhere(namespace, keys)
     world.hold = {ev.FetchChunks}
     world.ask(ev.Acquire, worker, namespace, keys, wait_ms=60_000)
-    under_way = []
-    while world.held:
-        under_way.append(sum(len(held.keys) for held in world.held))
-        first = world.held[0]
-        world.tick(500 * len(first.keys))
-        world.finish(first)
-    assert max(under_way) == 8
+    assert world.finish_over_link(ms_per_chunk=500) == 8
     ready, failed = settled(world)
     assert sorted(ready) == sorted(keys) and not failed
     assert not world.counters["remote_trips"]
