@@ -621,7 +621,9 @@ class RemoteCluster(Cluster):
         if self.pending:
             self._tell(list(self.pending))
             for digest, key, maker in self.pending:  # the core has dropped it, whoever forgot it before
-                self._heeded_by_store_at[maker or digest, key] = self._orders
+                name = (maker or digest, key)
+                if self._heeded_by_store_at.get(name, -1) <= self._others_told_at.get(name, -1):
+                    self._heeded_by_store_at[name] = self._orders
             self.pending.clear()
         return True
 
