@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DERIVED, DOOMED, DURABLE, NONE, STORED, TAIL, TRANSIENT
+from kvstore.core.cold_tier import TOO_FULL
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase
 from kvstore.core.ssd.row_bytes import chunk_bytes, session_bytes
@@ -104,7 +105,7 @@ class Durability:
         """The transaction under way."""
         self.waits: dict[int, DurableWait] = {}
         """By number, in the order of their deadlines."""
-        self._waits_of: dict[tuple[NamespaceId, ChunkKey], dict[int, DurableWait]] = {}
+        self._waits_of: dict[tuple[NamespaceId, ChunkKey], dict[int, DurableWait]] = slabs.awaited
         """By chunk that they miss."""
         self._next_wait = 0
         self.dirty_namespaces: dict[NamespaceId, Namespace] = {}
@@ -599,7 +600,7 @@ class Durability:
             if all(map(self._is_durable, wait.chunks)):
                 self.state.reply(wait.ticket, wait.answer)
             else:
-                self._answer_not_durable(wait.ticket, "the SSD is too full for all of it at once")
+                self._answer_not_durable(wait.ticket, TOO_FULL)
 
     def end_waits(self) -> None:
         state = self.state
@@ -635,7 +636,7 @@ class Durability:
         for wait in self.waits.values():
             self._answer_not_durable(wait.ticket, why)
         self.waits = {}
-        self._waits_of = {}
+        self._waits_of.clear()
 
     def _answer_not_durable(self, ticket: ev.Ticket, why: str) -> None:
         self.state.reply(ticket, Unavailable(f"committed and visible, but not durable: {why}", field="wait"))
