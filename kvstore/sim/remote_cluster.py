@@ -560,6 +560,8 @@ class RemoteCluster(Cluster):
                 continue
             names = ((namespace.salt, key), (namespace.salt, WHOLE))
             heard = max(self._heard_orders.get(name, -1) for name in names)
+            if sources._choices(namespace_id, key):
+                continue  # it found no DRAM
             if heard > max(began, self._asked_orders.get((namespace.salt, key), -1)):
                 able = [each for each in sources.by_name.values() if each.is_well and each.is_asked(self.now)]
                 assert not able, f"a miss after a forget, and nobody was asked: {key!r}, {able}"

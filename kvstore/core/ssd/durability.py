@@ -105,7 +105,7 @@ class Durability:
         """The transaction under way."""
         self.waits: dict[int, DurableWait] = {}
         """By number, in the order of their deadlines."""
-        self._waits_of: dict[tuple[NamespaceId, ChunkKey], dict[int, DurableWait]] = slabs.awaited
+        self._waits_of: dict[tuple[NamespaceId, ChunkKey], dict[int, DurableWait]] = {}
         """By chunk that they miss."""
         self._next_wait = 0
         self.dirty_namespaces: dict[NamespaceId, Namespace] = {}
@@ -584,6 +584,7 @@ class Durability:
         self.waits[self._next_wait] = wait
         for chunk in missing:
             self._waits_of.setdefault(chunk, {})[self._next_wait] = wait
+        self._slabs.awaited.update(chunks)
         self._next_wait += 1
 
     def _is_durable(self, chunk: tuple[NamespaceId, ChunkKey]) -> bool:
@@ -596,7 +597,7 @@ class Durability:
             wait.missing.discard(chunk)
             if wait.missing:
                 continue
-            del self.waits[number]
+            self._end_wait(number)
             if all(map(self._is_durable, wait.chunks)):
                 self.state.reply(wait.ticket, wait.answer)
             else:
@@ -608,27 +609,29 @@ class Durability:
             number, wait = next(iter(self.waits.items()))
             if wait.deadline > state.now:
                 break
-            del self.waits[number]
-            for chunk in wait.missing:
-                others = self._waits_of[chunk]
-                del others[number]
-                if not others:
-                    del self._waits_of[chunk]
+            self._end_wait(number)
             state.reply(
                 wait.ticket,
                 DeadlineExceeded("committed and visible, but not durable in time", field="wait"),
             )
         self.waits = self.waits or {}  # what was emptied from its front keeps the holes
 
+    def _end_wait(self, number: int) -> None:
+        wait = self.waits.pop(number)
+        for chunk in wait.missing:
+            others = self._waits_of[chunk]
+            del others[number]
+            if not others:
+                del self._waits_of[chunk]
+        for chunk in wait.chunks:
+            self._slabs.awaited[chunk] -= 1
+            if not self._slabs.awaited[chunk]:
+                del self._slabs.awaited[chunk]
+
     def refused(self, chunk: tuple[NamespaceId, ChunkKey], why: str) -> None:
         """Nobody waits any longer for what is not going to be written."""
         for number, wait in list(self._waits_of.get(chunk, {}).items()):
-            del self.waits[number]
-            for missing in wait.missing:
-                others = self._waits_of[missing]
-                del others[number]
-                if not others:
-                    del self._waits_of[missing]
+            self._end_wait(number)
             self._answer_not_durable(wait.ticket, why)
 
     def fail_waits(self, why: str) -> None:
@@ -636,7 +639,8 @@ class Durability:
         for wait in self.waits.values():
             self._answer_not_durable(wait.ticket, why)
         self.waits = {}
-        self._waits_of.clear()
+        self._waits_of = {}
+        self._slabs.awaited.clear()
 
     def _answer_not_durable(self, ticket: ev.Ticket, why: str) -> None:
         self.state.reply(ticket, Unavailable(f"committed and visible, but not durable: {why}", field="wait"))

@@ -7,10 +7,10 @@ file: absent -> being made -> in use by one slab class -> being emptied, in step
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 from kvstore.core import events as ev
 from kvstore.core.bulk.needed import needed_in
@@ -108,8 +108,8 @@ class Slabs:
         """How many in a row could not be made because of an error."""
         self._failing: dict[int, Failing] = {}
         """By index of the slab."""
-        self.awaited: dict[tuple[NamespaceId, ChunkKey], dict[int, Any]] = {}
-        """Chunks of which somebody waits until they are durable (`Durability`)."""
+        self.awaited: Counter[tuple[NamespaceId, ChunkKey]] = Counter()
+        """How many commits that wait until they are durable have the chunk (`Durability`)."""
         self._passed_over = 0
         """Victims in files that take no records, one after the other since one was found elsewhere."""
 

@@ -380,7 +380,7 @@ def test_a_commit_of_more_than_fits_on_ssd_at_once_is_not_called_durable() -> No
     assert world.outcomes(worker, namespace, chain("k", 8)) == ["HIT"] * 8
 
 
-def test_a_commit_of_all_that_fits_on_ssd_becomes_durable_in_place_of_what_was_there(
+def test_commits_of_all_that_fits_on_ssd_become_durable_in_place_of_what_was_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A slab file has more slots than are made free at once: what was written into it just now stays."""
