@@ -281,6 +281,7 @@ def streams(
         ssd_direct_io=str(direct).lower(),
         ssd_threads=THREADS,
         scrub_bytes_per_s=0,
+        eviction="lru",  # what is fresh replaces what is old, however often that was promoted
     ) as (client, pid):
         space = client.open(spec)
         parts = [space.keys(np.arange(16 * count) + (number << 24)) for number in range(PARTS)]
