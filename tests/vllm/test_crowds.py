@@ -574,3 +574,35 @@ def test_requests_of_one_prompt_that_is_all_there(model: Path, daemon: Daemon, w
     finally:
         for crowd in (saving, loading):
             crowd.close()
+
+
+@pytest.mark.parametrize("way", ["connector", "tier"])
+def test_requests_that_are_aborted_while_they_are_queued(model: Path, daemon: Daemon, way: str) -> None:
+    """Never scheduled, some of which the store has, some of which it does not. vLLM's OffloadingConnector once ended
+    the engine (vllm-project/vllm#49118)."""
+    extra = {"lookup_ms": 20_000, "load_ms": 20_000, "salt": f"queued {way}"}
+    crowd = WAYS[way](model, daemon.run_dir, random.Random(way), extra)
+    try:
+        known = prompt(992, 4 * BLOCK)
+        crowd.add(known, "", 0)
+        crowd.finish()
+        for round_ in range(4):
+            for number in range(4):  # as many as vLLM runs
+                crowd.add(prompt(1000 + 10 * round_ + number, 70), "", 0)
+            for _ in range(round_):
+                crowd.step()
+            queued = [f"r{crowd.asked + number + 1}" for number in range(2)]
+            crowd.add(known + prompt(993, 40), "", 1)
+            crowd.add(prompt(994, 90), "", 1)
+            if round_ % 2:
+                crowd.step()
+            for name in queued:
+                request = crowd.told.pop(name).request
+                assert not request.num_computed_tokens
+                crowd.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+            crowd.step()
+        crowd.finish()
+        until(crowd.is_idle)
+        assert not crowd.bugs()
+    finally:
+        crowd.close()
