@@ -102,7 +102,7 @@ def test_sizes(text, value):
     ],
 )
 def test_what_is_no_value(name, text):
-    with pytest.raises(ConfigError, match=f"{name}={text}: is not "):
+    with pytest.raises(ConfigError, match=f"{name}={text}: is not " if text else f"{name}: is not "):
         parse_setting(name, text)
 
 

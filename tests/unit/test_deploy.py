@@ -24,7 +24,7 @@ def test_the_annotated_settings_are_the_defaults() -> None:
     assert config.load(values, {}, {}) == config.StoreConfig()
 
 
-@pytest.mark.parametrize("size", ["512M", "2500M", "6G"])
+@pytest.mark.parametrize("size", ["512M", "2560M", "6G"])
 def test_another_size_of_the_arena_needs_no_other_line(size: str) -> None:
     text = (DEPLOY / "kvstored.toml").read_text()
     changed = text.replace('dram_bytes = "4G"', f'dram_bytes = "{size}"')
