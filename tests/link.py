@@ -1,4 +1,4 @@
-"""A link between two processes on this machine: as it is, slow, or cut. `python -m tests.link PORT_OF_WHOM` prints the
+"""A link between two processes on this machine: as it is, slow, or cut. `python tests/link.py PORT_OF_WHOM` prints the
 port where it listens, and does what it is told, a line each: `well`, `slow BYTES_PER_S` (each way), `cut`: nothing
 passes, and nobody is told. It ends with its standard input."""
 
@@ -9,7 +9,6 @@ import contextlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 PIECE_BYTES = 16 << 10
 PIECES_PER_S = 10
@@ -21,11 +20,10 @@ class Link:
 
     def __init__(self, port: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.link", str(port)],
+            [sys.executable, "-P", __file__, str(port)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=Path(__file__).resolve().parent.parent,
         )
         assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline())
