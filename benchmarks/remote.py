@@ -616,6 +616,8 @@ def _ask(space: Namespace, going: threading.Event) -> None:
         keys = space.keys(tokens)
         space.match(keys)
         with space.write(keys[:1]) as batch:
+            for index in batch.granted:
+                batch.buffer(index)[:] = number % 256
             if batch.granted:
                 batch.commit()
         time.sleep(0.05)
