@@ -164,6 +164,7 @@ class DeviceBlocks(PagedBlocks):
         """Held by who gives the read stream work, and guards all below."""
         self._ring: BounceRing | None = None
         self._filled: Event | None = None
+        """After the last `fill` that has returned. Read by anybody."""
         self._batches = 0
 
     def _add(self, name: str, bits: torch.Tensor) -> None:
@@ -226,13 +227,12 @@ class DeviceBlocks(PagedBlocks):
                     return self._bring(lease, places, shard)
                 return self._copy(lease, places, shard)
             finally:
-                self._filled = self._read.record()
-                self._filled.synchronize()
+                done = self._read.record()
+                done.synchronize()
+                self._filled = done
 
     def filled(self) -> None:
-        with self._filling:
-            event = self._filled
-        if event is not None:
+        if (event := self._filled) is not None:  # which is over, whatever is being filled now
             event.synchronize()
 
     def _copy(self, lease: ReadLease, places: Sequence[tuple[int, int, int]], shard: int) -> bool:

@@ -258,6 +258,8 @@ class WorkerSide:
         for layers in self._layer_loads:
             if not layers.failed:
                 layers.wait(self.blocks.numbers[name])
+        if self._layer_loads:
+            self.blocks.filled()
 
     def save_layer(self, metadata: StepMetadata, name: str) -> None:
         """Layer-wise: copy the layer while the next one computes."""

@@ -292,6 +292,22 @@ def test_who_had_a_block_before_has_read_it_when_it_is_filled(rigs: Callable[...
     assert found == [True] and not rig.device.races
 
 
+def test_who_uses_what_is_there_does_not_wait_for_what_is_being_filled(rigs: Callable[..., Rig]) -> None:
+    """Layer by layer, the next one is copied while this one is computed."""
+    rig = rigs()
+    keys, _ = rig.stored(1)
+    lease = rig.read(keys)
+    assert rig.blocks.fill(lease, [(0, 4)], 0, (0,))
+    rig.device.hold()
+    thread = threading.Thread(target=rig.blocks.fill, args=(lease, [(0, 4)], 0, (1,)))
+    thread.start()
+    rig.blocks.filled()
+    rig.device.compute.run(lambda: None, reads=[("kv", 0, 4)])
+    assert thread.is_alive() and not rig.device.races
+    rig.device.release()
+    thread.join()
+
+
 def test_a_block_whose_load_failed_early_is_computed_when_it_is_copied(rigs: Callable[..., Rig]) -> None:
     """Of what is not found nothing is copied in, and nothing has waited for the copy out."""
     rig = rigs()
