@@ -261,8 +261,8 @@ class Rig:
             last = -(-end // BLOCK)
             device.compute.run(
                 lambda: None,
-                reads=[("kv", layer, block) for block in blocks[:last]],
-                writes=[("kv", layer, block) for block in blocks[start // BLOCK : last]],
+                reads=[("block", layer, block) for block in blocks[:last]],
+                writes=[("block", layer, block) for block in blocks[start // BLOCK : last]],
             )
 
     def _check(self, request: Request, end: int, blocks: list[int]) -> None:

@@ -156,8 +156,8 @@ class DeviceBlocks(PagedBlocks):
         self._segments = segments
         super().__init__(tensors, names, num_blocks)
         device.adopt(list(tensors.values()))
-        self._write = device.stream("kv-write")
-        self._read = device.stream("kv-read")
+        self._write = device.stream("kv-write-blocks")
+        self._read = device.stream("kv-read-blocks")
         self._reads: dict[int, Event] = {}
         """Block -> the last copy out of it that may be in flight. Of the engine's thread."""
         self._filling = threading.Lock()
@@ -288,7 +288,7 @@ class DeviceBlocks(PagedBlocks):
         self._read.run(
             partial(self._device.copy_all_in, copies),
             reads=[region],
-            writes=[("kv", layer, block) for _, block, layer in places],
+            writes=[("block", layer, block) for _, block, layer in places],
         )
 
     def _is_stored(self, lease: ReadLease, place: tuple[int, int, int], shard: int) -> bool:
@@ -313,7 +313,7 @@ class DeviceBlocks(PagedBlocks):
 
 
 def _regions(layer: int, blocks: Iterable[int]) -> list[Region]:
-    return [("kv", layer, block) for block in blocks]
+    return [("block", layer, block) for block in blocks]
 
 
 def _parts(block: torch.Tensor) -> list[tuple[int, torch.Tensor]]:

@@ -153,7 +153,7 @@ class Rig:
 
     def touches(self, block: int, *, writes: bool) -> None:
         """The engine's step."""
-        regions = [("kv", layer, block) for layer in range(LAYERS)]
+        regions = [("block", layer, block) for layer in range(LAYERS)]
         self.device.compute.run(lambda: None, **({"writes": regions} if writes else {"reads": regions}))
 
     def gather(self, wanted: Sequence[int]) -> tuple[list[np.ndarray], Any]:
@@ -302,7 +302,7 @@ def test_who_uses_what_is_there_does_not_wait_for_what_is_being_filled(rigs: Cal
     thread = threading.Thread(target=rig.blocks.fill, args=(lease, [(0, 4)], 0, (1,)))
     thread.start()
     rig.blocks.filled()
-    rig.device.compute.run(lambda: None, reads=[("kv", 0, 4)])
+    rig.device.compute.run(lambda: None, reads=[("block", 0, 4)])
     assert thread.is_alive() and not rig.device.races
     rig.device.release()
     thread.join()
