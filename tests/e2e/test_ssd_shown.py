@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
-from kvstore.client import Hint, SessionEntry
+from kvstore.cli import doctor
+from kvstore.client import Client, Hint, SessionEntry
+from kvstore.client.mapped_extents import MappedExtents
 from kvstore.types import Reason
 
 from . import forked
 from .ssd_tools import (
+    BOUND_S,
     CHUNK,
     SMALL_SSD,
     SPEC,
@@ -28,6 +31,7 @@ from .ssd_tools import (
     look,
     save,
     settled_ssd,
+    ssd_of,
 )
 from .test_daemon_start_stop import free_port
 
@@ -144,3 +148,46 @@ def test_the_first_words(start: Callable[..., Any], start_daemon: Callable[..., 
     assert (
         "SSD off: without ssd_dir, ssd_bytes and ssd_threads mean nothing" in forgotten.process.stdout.read()
     )
+
+
+def examined(client: Client) -> doctor.Patient:
+    """All checks were made but the one of generations and those after it; what was written waits for the SSD."""
+    patient = doctor.Patient(client)
+    for check in patient.checks()[: patient.checks().index(patient.check_generations)]:
+        check()
+    return patient
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_doctor_judges_no_slot_that_is_still_being_written(
+    start: Callable[..., Any], run_dir: Path, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was forgotten keeps its slot and its generation until the disk has taken it: no fault of the daemon."""
+    weather = Weather(run_dir.parent)
+    patient_disk = {"ssd_deadline_ms": int(1_000 * BOUND_S), "environment": weather.environment}
+    with client_of(start(**patient_disk)) as client:
+        examined(client)
+        settled_ssd(client)  # the slab file is there
+        weather.set([{"calls": ["write"], "files": "slab-*", "do": "hang"}])
+        patient = examined(client)
+        eventually(lambda: ssd_of(client).reserved == doctor.CHUNKS, "nothing was to be written")
+        if ends:
+            look_again = patient._slots_in_use
+            monkeypatch.setattr(doctor, "FREED_S", 3 * BOUND_S)
+            monkeypatch.setattr(patient, "_slots_in_use", lambda: (look_again(), weather.clear())[0])
+            assert patient.check_generations() == "a slot that was given away is noticed by its old reader"
+        else:
+            monkeypatch.setattr(doctor, "FREED_S", 0.1)
+            found, remedy = patient.check_generations()
+            assert "still in use after" in found and "is the disk of ssd_dir slow, or hung?" in remedy
+            weather.clear()
+
+
+def test_the_doctor_finds_a_slot_without_a_new_generation(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client_of(start()) as client:
+        patient = examined(client)
+        monkeypatch.setattr(MappedExtents, "intact", lambda extents, rows: True)
+        with pytest.raises(doctor.Failed, match="freed without a new generation"):
+            patient.check_generations()

@@ -382,5 +382,10 @@ def prompt(seed: int, count: int) -> list[int]:
 
 
 def whole_blocks(tokens: list[int]) -> int:
-    """Tokens that can be loaded: full blocks, at least one token left to compute."""
+    """Tokens that vLLM's own prefix cache spares it: full blocks, at least one token left to compute."""
     return (len(tokens) - 1) // BLOCK * BLOCK
+
+
+def restorable(tokens: list[int]) -> int:
+    """Tokens that the connector can load: full blocks; the last token's KV is computed again."""
+    return min(len(tokens) // BLOCK * BLOCK, len(tokens) - 1)

@@ -21,31 +21,18 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVEventsConfig,
-    KVTransferConfig,
-    ModelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
-from kvstore.client import connect
+from kvstore.client import ReadLease, connect
 from kvstore.gpu_worker.connectors.vllm.tier import KVStoreTier
 
 from .conftest import BLOCK, BOUND_S, Daemon, Executor, prompt, transfer_config
+from .schedulers import config_of, connectors_of, scheduler_of
 from .test_ranks import FailsAtLayer
 from .test_tier import tiering
 
@@ -111,51 +98,24 @@ class Crowd:
         ahead: bool = False,
     ) -> None:
         """`specs`: of each group of layers; `ahead`: steps are scheduled while the one before is computed."""
-        init_none_hash(sha256)
-        config = VllmConfig(
-            model_config=ModelConfig(model=str(model), dtype="float32", skip_tokenizer_init=True),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=4,
-                max_num_batched_tokens=120,  # no multiple of a block
-                max_model_len=1024,
-                is_encoder_decoder=False,
-                async_scheduling=ahead,
-                policy="priority",
-                disable_hybrid_kv_cache_manager=False,
-            ),
-            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
-            device_config=DeviceConfig("cpu"),
-            kv_transfer_config=KVTransferConfig(**transfer),
-            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+        config = config_of(
+            model,
+            transfer,
+            ranks=ranks,
+            async_scheduling=ahead,
+            policy="priority",
+            disable_hybrid_kv_cache_manager=False,
         )
-        config.parallel_config.tensor_parallel_size = ranks
         self.specs = list(specs)
         self.names = [[f"layer.{group}.{n}" for n in range(LAYERS)] for group in range(len(specs))]
         groups = [KVCacheGroupSpec(*each) for each in zip(self.names, specs, strict=True)]
         self.blocks = BLOCKS * len(specs)
         cache = KVCacheConfig(self.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
-        config.cache_config.num_gpu_blocks = self.blocks
-        self.model_executor = Executor(config, ranks)  # as vLLM's engine has one when it makes its scheduler
-        self.scheduler = (AsyncScheduler if ahead else Scheduler)(
-            vllm_config=config,
-            kv_cache_config=cache,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
-            log_stats=True,
-        )
-        self.workers = []
-        self.tensors = []
-        layouts = {}
-        for rank in range(ranks):
-            config.parallel_config.rank = rank
-            worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
-            shape = (self.blocks, 2 * HEADS, BLOCK, WIDTH)
-            tensors = {name: torch.zeros(shape) for names in self.names for name in names}
-            worker.register_kv_caches(tensors)
-            layouts[0, rank] = worker.get_handshake_metadata()
-            self.workers.append(worker)
-            self.tensors.append(tensors)
-        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(layouts)
+        self.model_executor = Executor(config, ranks)  # before the scheduler, as vLLM's engine
+        self.scheduler = scheduler_of(config, cache)
+        shape = (self.blocks, 2 * HEADS, BLOCK, WIDTH)
+        names = [name for each in self.names for name in each]
+        self.workers, self.tensors = connectors_of(self.scheduler, names, shape, ranks=ranks)
         self._aggregator = KVOutputAggregator(ranks)
         self.chosen = chosen
         self.told: dict[str, Told] = {}
@@ -472,6 +432,21 @@ def pinned(daemon: Daemon) -> int:
         return sum(namespace.pinned_bytes for namespace in client.stats(timeout_s=30.0).namespaces)
 
 
+@pytest.fixture
+def leases(monkeypatch: pytest.MonkeyPatch) -> list[ReadLease]:
+    """All that pin something. They are kept here: one that nobody has released is not given back by being collected."""
+    given: list[ReadLease] = []
+    made = ReadLease.__init__
+
+    def noting(lease: ReadLease, *arguments: Any, **named: Any) -> None:
+        made(lease, *arguments, **named)
+        if lease.lease_id:
+            given.append(lease)
+
+    monkeypatch.setattr(ReadLease, "__init__", noting)
+    return given
+
+
 STRANGE: tuple[Any, ...] = (
     {"do_remote_decode": True},
     {"kvstore_blocks": 7},
@@ -535,7 +510,7 @@ def until(what: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("way", WAYS)
 def test_what_vllm_takes_for_computed_is_what_was_computed(
-    model: Path, daemon: Daemon, way: str, seed: int
+    model: Path, daemon: Daemon, leases: list[ReadLease], way: str, seed: int
 ) -> None:
     chosen = random.Random(f"{way} {seed}")
     extra = {**IMPATIENT, "salt": f"{way} {seed}"}
@@ -553,6 +528,7 @@ def test_what_vllm_takes_for_computed_is_what_was_computed(
             crowd.mend()
             crowd.finish()
             until(crowd.is_idle)
+        until(lambda: all(lease._released for lease in leases))
         until(lambda: not pinned(daemon))
         print(way, seed, [(crowd.asked, crowd.restored(), crowd.preempted) for crowd in crowds])
         assert sum(crowd.restored() for crowd in crowds), "nothing was loaded: this shows nothing"
@@ -562,3 +538,71 @@ def test_what_vllm_takes_for_computed_is_what_was_computed(
         for crowd in crowds:
             crowd.mend()
             crowd.close()
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way.startswith("connector")])
+def test_requests_of_one_prompt_that_is_all_there(model: Path, daemon: Daemon, way: str) -> None:
+    """Of each the last token is computed, into a block of its own; what goes on behind it may have any of these."""
+    chosen = random.Random(way)
+    extra = {"lookup_ms": 20_000, "load_ms": 20_000, "salt": f"whole {way}"}
+    saving, loading = (WAYS[way](model, daemon.run_dir, chosen, extra) for _ in range(2))
+    assert isinstance(saving, ByConnector) and isinstance(loading, ByConnector)
+    tokens = prompt(990, 8 * BLOCK)
+    try:
+        saving.add(tokens, "", 0)
+        saving.finish()
+        for worker in saving.workers:
+            assert worker.worker_side.saver.flush(BOUND_S)
+        blocks: dict[str, int] = {}
+        executed = loading._executed
+
+        def noting(output: Any, told: Any, spans: dict[str, Any], says: Any) -> Any:
+            blocks.update({name: held[0][7] for name, (_, _, held) in spans.items()})
+            return executed(output, told, spans, says)
+
+        loading._executed = noting
+        for _ in range(3):
+            loading.add(tokens, "", 0)
+        loading.add(tokens + prompt(991, 9), "", 0)
+        loading.finish()
+        assert len(set(blocks.values())) > 1
+        side = loading.scheduler.connector.scheduler_side
+        if way != "connector, chosen":
+            assert side.tally.total["hit_tokens"] >= 8 * BLOCK - 1
+        assert saving.restored() == 0
+        assert not loading.bugs()
+    finally:
+        for crowd in (saving, loading):
+            crowd.close()
+
+
+@pytest.mark.parametrize("way", ["connector", "tier"])
+def test_requests_that_are_aborted_while_they_are_queued(model: Path, daemon: Daemon, way: str) -> None:
+    """Never scheduled, some of which the store has, some of which it does not. vLLM's OffloadingConnector once ended
+    the engine (vllm-project/vllm#49118)."""
+    extra = {"lookup_ms": 20_000, "load_ms": 20_000, "salt": f"queued {way}"}
+    crowd = WAYS[way](model, daemon.run_dir, random.Random(way), extra)
+    try:
+        known = prompt(992, 4 * BLOCK)
+        crowd.add(known, "", 0)
+        crowd.finish()
+        for round_ in range(4):
+            for number in range(4):  # as many as vLLM runs
+                crowd.add(prompt(1000 + 10 * round_ + number, 70), "", 0)
+            for _ in range(round_):
+                crowd.step()
+            queued = [f"r{crowd.asked + number + 1}" for number in range(2)]
+            crowd.add(known + prompt(993, 40), "", 1)
+            crowd.add(prompt(994, 90), "", 1)
+            if round_ % 2:
+                crowd.step()
+            for name in queued:
+                request = crowd.told.pop(name).request
+                assert not request.num_computed_tokens
+                crowd.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+            crowd.step()
+        crowd.finish()
+        until(crowd.is_idle)
+        assert not crowd.bugs()
+    finally:
+        crowd.close()

@@ -216,6 +216,7 @@ def _latent_by_kernel(config: Any) -> None:
     ("change", "match"),
     [
         (lambda c: setattr(c.kv_transfer_config, "kv_load_failure_policy", "fail"), "recompute"),
+        (lambda c: setattr(c.scheduler_config, "async_scheduling", True), "no-async-scheduling"),
         (lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2), "context parallel"),
         (lambda c: setattr(c, "speculative_config", SimpleNamespace(method="dflash")), "draft"),
         (lambda c: setattr(c.cache_config, "prefix_caching_hash_algo", "xxhash"), "random"),
@@ -229,11 +230,13 @@ def test_settings_that_cannot_work_are_refused(
         kv_transfer_config=copy.copy(config.kv_transfer_config),
         cache_config=copy.copy(config.cache_config),
         parallel_config=copy.copy(config.parallel_config),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
         speculative_config=None,
         model_config=SimpleNamespace(use_mla=False),
         device_config=SimpleNamespace(device_type="cpu"),
         compilation_config=CompilationConfig(custom_ops=["all"]),
     )
+    changed.kv_transfer_config.kv_connector_extra_config = {"layerwise": True}
     identity.check_settings(changed)
     change(changed)
     with pytest.raises(StoreError, match=match):

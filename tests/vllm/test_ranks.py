@@ -14,27 +14,14 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVEventsConfig,
-    KVTransferConfig,
-    ModelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from kvstore.client import connect
 from kvstore.gpu_worker.connectors.vllm import lookups
@@ -55,6 +42,7 @@ from kvstore.types import ChunkKey, GrantResult
 
 from ..unit.gpu_worker.emulated import EmulatedDevice
 from .conftest import BLOCK, BOUND_S, Daemon, Executor, prompt, transfer_config
+from .schedulers import config_of, connectors_of, scheduler_of
 
 LAYERS, HEADS, WIDTH, BLOCKS = 3, 2, 8, 50
 STEPS_MAX = 20_000
@@ -83,53 +71,18 @@ class Rig:
         hidden: bool = False,
         **extra: Any,
     ) -> None:
-        init_none_hash(sha256)
-        config = VllmConfig(
-            model_config=ModelConfig(model=str(model), dtype="float32", skip_tokenizer_init=True),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=4,
-                max_num_batched_tokens=120,  # no multiple of a block
-                max_model_len=1024,
-                is_encoder_decoder=False,
-                async_scheduling=False,
-            ),
-            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
-            device_config=DeviceConfig("cpu"),
-            kv_transfer_config=KVTransferConfig(
-                **{**transfer_config(run_dir, **{**PATIENT, **extra}), "kv_role": role}
-            ),
-            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
-        )
-        config.parallel_config.tensor_parallel_size = ranks
+        transfer = {**transfer_config(run_dir, **{**PATIENT, **extra}), "kv_role": role}
+        config = config_of(model, transfer, ranks=ranks)
         names = [f"layer.{number}" for number in range(LAYERS)]
         group = KVCacheGroupSpec(
             names, FullAttentionSpec(BLOCK, num_kv_heads=HEADS, head_size=WIDTH, dtype=torch.float32)
         )
         cache = KVCacheConfig(BLOCKS, kv_cache_tensors=[], kv_cache_groups=[group], kv_tp_replicas=replicas)
-        config.cache_config.num_gpu_blocks = BLOCKS
         self.replicas = replicas
-        self.model_executor = Executor(
-            config, ranks, hidden=hidden
-        )  # as vLLM's engine has one when it makes its scheduler
-        self.scheduler = Scheduler(
-            vllm_config=config,
-            kv_cache_config=cache,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
-            log_stats=True,
-        )
-        self.workers = []
-        self.tensors = []
-        layouts = {}
-        for rank in range(ranks):
-            config.parallel_config.rank = rank
-            worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
-            tensors = {name: torch.zeros(BLOCKS, HEADS, BLOCK, WIDTH) for name in names}
-            worker.register_kv_caches(tensors)
-            layouts[0, rank] = worker.get_handshake_metadata()
-            self.workers.append(worker)
-            self.tensors.append(tensors)
-        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(layouts)
+        self.model_executor = Executor(config, ranks, hidden=hidden)  # before the scheduler, as vLLM's engine
+        self.scheduler = scheduler_of(config, cache)
+        shape = (BLOCKS, HEADS, BLOCK, WIDTH)
+        self.workers, self.tensors = connectors_of(self.scheduler, names, shape, ranks=ranks)
         self._aggregator = KVOutputAggregator(ranks)
         self.events: list[Any] = []
         """All that vLLM published."""
@@ -431,11 +384,46 @@ def test_what_follows_a_layer_that_is_missing_is_not_saved(rig: Callable[..., Ri
     assert rig().run(tokens) == 288
 
 
-def test_whole_blocks_leave_one_token_to_compute(rig: Callable[..., Rig]) -> None:
-    tokens = prompt(54, 288)
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_of_a_prompt_that_is_all_there_one_token_is_computed(
+    rig: Callable[..., Rig], layerwise: bool
+) -> None:
+    tokens = prompt(54 + 400 * layerwise, 288)
     rig().run(tokens)
-    assert rig().run(tokens) == 256
-    assert rig(layerwise=True).run(tokens) == 256
+    second = rig(layerwise=layerwise)
+    assert second.run(tokens) == 287
+    for worker in second.workers:
+        total = worker.worker_side.tally.total
+        assert total["blocks_loaded"] == 9
+        assert total["blocks_saved"] == total["blocks_already"] == 0, "the last block is not saved again"
+    # vLLM's own cache gives all blocks but the last, which is loaded for its other tokens.
+    assert second.run(tokens) == 287
+    # And the whole block to a request that goes on behind it.
+    assert second.run(tokens + prompt(455, 20)) == 288
+    assert [worker.worker_side.tally.total["blocks_loaded"] for worker in second.workers] == [10, 10]
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_a_prompt_that_is_all_there_the_last_block_fails(
+    rig: Callable[..., Rig], layerwise: bool, rank: int
+) -> None:
+    """It is computed whole, not but for its last token."""
+    tokens = prompt(456 + 2 * layerwise + rank, 288)
+    rig().run(tokens)
+    second = rig(layerwise=layerwise)
+    loader = second.workers[rank].worker_side._loader
+    if layerwise:
+        loader._blocks = FailsAtLayer(loader._blocks, 1)
+    else:
+        loader._fill = partial(_but_for_the_last, loader._fill)
+    assert second.run(tokens) == (0 if layerwise else 8 * BLOCK)
+    assert second.workers[rank].worker_side.tally.total["blocks_already"] == (9 if layerwise else 1)
+    assert rig().run(tokens) == 287
+
+
+def _but_for_the_last(fill: Callable[..., int], load: Load, *rest: Any) -> int:
+    return min(len(load.keys) - 1, fill(load, *rest))
 
 
 def test_behind_what_the_engine_has_itself(rig: Callable[..., Rig]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import BLOCK, Daemon, Engine, prompt
+from .conftest import BLOCK, Daemon, Engine, prompt, restorable
 from .test_tier import tiering
 
 OPTIONS: dict[str, Any] = {
@@ -69,6 +69,10 @@ def engine(request: Any, folder: Path, launch_engine: Callable[..., Engine]) -> 
         daemon.stop()
 
 
+def whole(tokens: list[int]) -> int:
+    return len(tokens) // BLOCK * BLOCK
+
+
 def told(engine: Engine, *requests: dict[str, Any]) -> list[dict[str, Any]]:
     outputs = engine.ask(generate=list(requests))["outputs"]
     assert all(output["finish"] == "length" for output in outputs), outputs
@@ -109,16 +113,16 @@ def test_kinds(engine: Engine, kind: str) -> None:
 
 
 def test_lengths(engine: Engine, request: pytest.FixtureRequest) -> None:
-    """Of a prompt that is all there the last token is computed. The connector leaves its last block to vLLM, the tier
-    gives vLLM all of it, which counts that as found."""
-    last = 0 if request.node.callspec.params["engine"] == "tier" else 1
+    """Of a prompt that is all there the last token is computed. The connector says so itself; the tier gives vLLM all
+    of it, which counts that as found."""
+    found = restorable if request.node.callspec.params["engine"] == "connector" else whole
     for count in LENGTHS:
         asked = of_length(count)
         expected = computed(engine, asked)
         for attempt in range(2):
             (output,) = told(engine, asked)
             agree(output, expected)
-            assert output["cached"] == attempt * ((count - last) // BLOCK * BLOCK), count
+            assert output["cached"] == attempt * found(asked["tokens"]), count
             engine.forget()
 
 

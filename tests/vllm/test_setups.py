@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import BLOCK, Daemon, Engine, prompt, transfer_config, whole_blocks
+from .conftest import BLOCK, Daemon, Engine, prompt, restorable, transfer_config, whole_blocks
 from .test_tier import tiering
 
 Same = Callable[..., None]
@@ -64,8 +64,8 @@ def test_speculative_decoding(
         speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
         max_num_batched_tokens=96,  # prompts in pieces
     )
-    for seed in (10, 11):
-        tokens = prompt(seed, 60) * 3
+    for seed, length in ((10, 60), (11, 60), (13, 64)):
+        tokens = prompt(seed, length) * 3
         assert control.ask(forget=True)["forgotten"]
         (wanted,) = control.generate(tokens, max_tokens=40)
         first, again = engine.generate(tokens, tokens, max_tokens=40)
@@ -78,8 +78,8 @@ def test_speculative_decoding(
             assert output["tokens"] == wanted["tokens"]
         assert last["tokens"] == control.generate(following)[0]["tokens"]
         if not compute_or_load:
-            assert restored["cached"] == whole_blocks(tokens)
-            assert last["cached"] == (180 + 40 - 1) // BLOCK * BLOCK
+            assert restored["cached"] == restorable(tokens)
+            assert last["cached"] == (len(tokens) + 40 - 1) // BLOCK * BLOCK
     assert engine.ask(flush=300.0)["learnt"] is compute_or_load
     assert engine.end() == 0
 

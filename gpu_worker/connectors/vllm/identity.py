@@ -69,6 +69,16 @@ def check_settings(config: Any) -> None:
             value=transfer.kv_load_failure_policy,
             remedy='set it to "recompute"',
         )
+    extra = transfer.kv_connector_extra_config or {}
+    if extra.get("layerwise") and config.scheduler_config.async_scheduling:
+        # A step that is scheduled before vLLM hears that a load within the step before has failed computes on what is
+        # not there, and vLLM 0.32 passes its token on (vllm-project/vllm#56733).
+        raise Unsupported(
+            "a load that fails within a step is known too late where steps are scheduled ahead",
+            field="kv_connector_extra_config.layerwise",
+            value=True,
+            remedy="start vLLM with --no-async-scheduling, or leave layerwise out",
+        )
     check_comparable(config)
 
 

@@ -306,8 +306,7 @@ class SchedulerSide:
         if lookup is None or lookup.stale or lookup.preemptions != request.num_preemptions:
             lookup = self._look_up(tracked, local)
         lookup.local = local
-        # At least one token is left to compute: its logits are what the request is for.
-        blocks = (request.num_tokens - 1) // self._block_tokens
+        blocks = request.num_tokens // self._block_tokens
         if not lookup.done:
             until = min(lookup.deadline, lookup.begun + self._patience_s(request, lookup, blocks - local))
             left_s = until - time.monotonic()
@@ -327,7 +326,10 @@ class SchedulerSide:
         if computed > 0 and not lookup.counted:
             lookup.counted = True
             self.tally.add(computed_tokens=computed * self._block_tokens)
-        tokens = (load - local) * self._block_tokens
+        # At least one token is left to compute: its logits are what the request is for. Of a prompt that is all there
+        # it is the last one, whose KV is written again into the last block. That block is the request's own: to vLLM
+        # it is full, and others may have it, only with the step that computes that token.
+        tokens = min(load * self._block_tokens, request.num_tokens - 1) - local * self._block_tokens
         if tokens <= 0 or tokens < self._settings.load_tokens_min:
             return 0, False
         if request.lora_request is not None and not self._hold(request.lora_request, lookup.adapter):
@@ -368,7 +370,7 @@ class SchedulerSide:
         """`local`: leading blocks that vLLM has itself, when it asks what to load."""
         request, before = tracked.request, tracked.lookup
         self._end_lookup(tracked)
-        limit = (request.num_tokens - 1) // self._block_tokens if self._may_load else 0
+        limit = request.num_tokens // self._block_tokens if self._may_load else 0
         hashes = [bytes(block_hash) for block_hash in request.block_hashes[:limit]]
         lookup = self._at_once(request, hashes, local)
         if lookup is None:
@@ -453,7 +455,7 @@ class SchedulerSide:
             tracked.saved = max(tracked.saved, lookup.hits)
             lookup.end()
             return
-        first, count = lookup.local, num_external_tokens // self._block_tokens
+        first, count = lookup.local, -(-num_external_tokens // self._block_tokens)
         block_ids = blocks.get_block_ids()[0]
         keys = lookup.keys[first : first + count]
         self._loads.append(
@@ -603,11 +605,11 @@ class SchedulerSide:
     def _save(self, metadata: StepMetadata, tracked: Tracked, computed: int, count: int) -> None:
         """Adds the blocks of a request that are full after this step."""
         request = tracked.request
-        begun = computed // self._block_tokens
-        if tracked.saved > begun:
-            # Computed again, after a load that failed or a preemption.
-            metadata.fresh.update(tracked.blocks[begun : tracked.saved])
-            tracked.saved = begun
+        kept = -(-computed // self._block_tokens)
+        if tracked.saved > kept:
+            # Computed again, after a load that failed or a preemption; not one that was loaded but for its last token.
+            metadata.fresh.update(tracked.blocks[kept : tracked.saved])
+            tracked.saved = kept
         if not self._may_save or self._spec is None or tracked.stale or not _usable(request):
             return
         full = min(len(request.block_hashes), (computed + count) // self._block_tokens, len(tracked.blocks))
