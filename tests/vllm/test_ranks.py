@@ -363,18 +363,6 @@ def test_of_a_prompt_that_is_all_there_one_token_is_computed(
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_with_drafts_more_than_one_token_is_computed(rig: Callable[..., Rig], layerwise: bool) -> None:
-    """vLLM 0.32 adds drafts to a request that has one token to compute, and takes -1 for their tokens."""
-    tokens = prompt(466 + layerwise, 290)
-    rig().run(tokens)
-    for length, found in ((288, 256), (289, 256), (290, 288), (33, 0), (34, 32)):
-        second = rig(layerwise=layerwise)
-        second.scheduler.connector.scheduler_side._drafts = True
-        assert second.run(tokens[:length]) == found
-        assert second.workers[0].worker_side.tally.total["blocks_loaded"] == found // BLOCK
-
-
-@pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_of_a_prompt_that_is_all_there_the_last_block_fails(
     rig: Callable[..., Rig], layerwise: bool, rank: int

@@ -146,7 +146,6 @@ class SchedulerSide:
         """Pins of loads that the ranks have not reported yet."""
         self._arriving: dict[ChunkKey, float] = {}
         """Of these, each key, and until when it is worth waiting for."""
-        self._drafts = getattr(config, "speculative_config", None) is not None
         self._shares = bool(config.cache_config.enable_prefix_caching)
         """What one request has loaded, vLLM gives to the others."""
         self._doubtful: set[int] = set()
@@ -330,11 +329,7 @@ class SchedulerSide:
         # At least one token is left to compute: its logits are what the request is for. Of a prompt that is all there
         # it is the last one, whose KV is written again into the last block. That block is the request's own: to vLLM
         # it is full, and others may have it, only with the step that computes that token.
-        end = min(load * self._block_tokens, request.num_tokens - 1)
-        if self._drafts and end == request.num_tokens - 1:
-            # vLLM 0.32 adds drafts that nobody made, of token -1, to a request that has one token to compute.
-            end = (end - 1) // self._block_tokens * self._block_tokens
-        tokens = end - local * self._block_tokens
+        tokens = min(load * self._block_tokens, request.num_tokens - 1) - local * self._block_tokens
         if tokens <= 0 or tokens < self._settings.load_tokens_min:
             return 0, False
         if request.lora_request is not None and not self._hold(request.lora_request, lookup.adapter):
