@@ -20,10 +20,11 @@ not the disk.
 included, over the bytes of the chunks; growth is the largest size of the directory afterwards over that when it was
 full for the first time.
 
-With `--encrypted` our files are (`ssd_key_file`), those of fio are not.
+With `--encrypted` each row of chunks is there once more with our files encrypted (`ssd_key_file`), those of fio are
+not. `cpu_s_per_gb` is the daemon's.
 
     python benchmarks/ssd.py [--quick] [--json] [--out [FILE]] [--folder DIR] [--only buffered|direct|space]
-                             [--encrypted]
+                             [--chunk KIB] [--encrypted]
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,9 @@ from harness import Goal, arena_ready, arguments, connected, finish
 from kvstore.client import Client, Namespace, ReadLease, WriteBatch
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.tiers import format
-from kvstore.types import ChunkKey, Outcome, Wait
+from kvstore.types import ChunkKey, Outcome, Reason, Wait
 
 BOUND_S = 60.0
-KEY = ""
-"""With which our files are encrypted."""
 MIB = 1 << 20
 THREADS = 4
 SLABS = 4
@@ -74,6 +72,8 @@ SYNC_BYTES = 32 * MIB
 GOALS = {"promote": 0.85, "demote": 0.8}
 """Share of fio's speed, for chunks of 2 MiB; mean of both orders."""
 GOAL_CHUNK = 2 * MIB
+COLD_SHARE_MIN = 0.25
+"""Of a part, what has to be on SSD only when it is promoted."""
 CAPACITIES = 10
 
 
@@ -81,11 +81,11 @@ CAPACITIES = 10
 
 
 @contextmanager
-def daemon(folder: Path, **settings: Any) -> Iterator[tuple[Client, int]]:
+def daemon(folder: Path, key: str = "", **settings: Any) -> Iterator[tuple[Client, int]]:
     command = [sys.executable, "-P", "-m", "kvstore", f"--run-dir={folder}/run", f"--ssd-dir={folder}/ssd"]
     command += [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    if KEY:
-        (folder / "key").write_text(KEY)
+    if key:
+        (folder / "key").write_text(key)
         (folder / "key").chmod(0o600)
         command.append(f"--ssd-key-file={folder}/key")
     process = subprocess.Popen([*command, "--log-level=warning"], stdout=subprocess.DEVNULL)
@@ -138,6 +138,14 @@ def load(space: Namespace, keys: list[ChunkKey]) -> None:
         assert set(asked[-1].outcomes) == {Outcome.PENDING}, asked[-1]
     while asked:
         settle(asked.popleft())
+
+
+def cold(space: Namespace, keys: list[ChunkKey]) -> list[ChunkKey]:
+    """Those that are on SSD only: some of those saved last may be in DRAM still, and from a full SSD the daemon drops
+    what it thinks least of, which need not be the oldest."""
+    found = [key for key in keys if space.match([key]).reasons == (Reason.ON_SSD,)]
+    assert len(found) >= COLD_SHARE_MIN * len(keys), f"{len(found)} of {len(keys)} chunks are on SSD only"
+    return found
 
 
 def settle(lease: ReadLease) -> None:
@@ -211,9 +219,17 @@ def lay_out(folder: Path, slab_bytes: int) -> list[Path]:
 
 
 def streams(
-    folder: Path, scratch: list[Path], chunk: int, *, slab_bytes: int, direct: bool, repeats: int
+    folder: Path,
+    scratch: list[Path],
+    chunk: int,
+    *,
+    slab_bytes: int,
+    direct: bool,
+    repeats: int,
+    key: str = "",
 ) -> list[dict[str, Any]]:
-    """promote and demote of chunks of `chunk` bytes; `scratch`: files of `slab_bytes` for fio, [] to do without it."""
+    """promote and demote of chunks of `chunk` bytes; `scratch`: files of `slab_bytes` for fio, [] to do without it;
+    `key`: with which our files are encrypted."""
     slot = format.slot_bytes(chunk, direct=direct)
     slab_bytes = min(slab_bytes, slot * SLAB_SLOTS_MAX)
     slots = format.slots_per_slab(slab_bytes, slot) // PARTS * PARTS
@@ -222,9 +238,13 @@ def streams(
     part_bytes = slots // PARTS * slot // chunk * chunk
     """Of each slab file."""
     took: dict[tuple[str, str, str], list[float]] = {}
+    cpu: dict[tuple[str, str], list[float]] = {}
+    """Seconds of the daemon's for a GB."""
     first = itertools.cycle((False, True))
 
-    def round_(what: str, order: str, ours: Callable[[], None], paths: list[Path], part: int) -> None:
+    def round_(
+        what: str, order: str, ours: Callable[[Namespace, list[ChunkKey]], None], paths: list[Path], part: int
+    ) -> None:
         """Both, in turns the other first. `paths`: what fio reads or writes."""
 
         def theirs() -> float:
@@ -233,9 +253,12 @@ def streams(
             return fio(paths, rw, block=chunk, start=start, size=part_bytes, direct=direct)
 
         def timed() -> float:
-            began = time.perf_counter()
-            ours()
-            return count * chunk / (time.perf_counter() - began) / 1e9
+            used, began = cpu_seconds(pid), time.perf_counter()
+            ours(space, asked)
+            seconds = time.perf_counter() - began
+            gigabytes = len(asked) * chunk / 1e9
+            cpu.setdefault((what, order), []).append((cpu_seconds(pid) - used) / gigabytes)
+            return gigabytes / seconds
 
         runs = [("attnstore", timed), ("fio", theirs)] if scratch else [("attnstore", timed)]
         for by, run in runs[:: 1 if next(first) else -1]:
@@ -247,6 +270,7 @@ def streams(
     index_bytes = (16 + SLABS * slots * 512 // MIB) * MIB
     with daemon(
         folder,
+        key,
         dram_bytes=count * chunk * 3 // 4 // segment_bytes * segment_bytes,
         segment_bytes=segment_bytes,
         protection="group",
@@ -257,7 +281,8 @@ def streams(
         ssd_direct_io=str(direct).lower(),
         ssd_threads=THREADS,
         scrub_bytes_per_s=0,
-    ) as (client, _):
+        eviction="lru",  # what is fresh replaces what is old, however often that was promoted
+    ) as (client, pid):
         space = client.open(spec)
         parts = [space.keys(np.arange(16 * count) + (number << 24)) for number in range(PARTS)]
         for keys in parts:
@@ -268,20 +293,22 @@ def streams(
             for order in ("sequential", "random"):
                 # What is promoted in some order leaves DRAM in that order, and is then replaced in it.
                 for number, keys in enumerate(parts):
-                    asked = keys if order == "sequential" else [keys[n] for n in random.permutation(count)]
-                    round_("promote", order, partial(load, space, asked), slabs, number)
+                    asked = cold(space, keys)
+                    if order == "random":
+                        asked = [asked[n] for n in random.permutation(len(asked))]
+                    round_("promote", order, load, slabs, number)
                     check(space, asked[-BATCH_CHECKED:])
                 for number in range(PARTS):
-                    parts[number] = space.keys(np.arange(16 * count) + (fresh << 24))
+                    asked = parts[number] = space.keys(np.arange(16 * count) + (fresh << 24))
                     fresh += 1
-                    round_("demote", order, partial(save, space, parts[number]), scratch, number)
+                    round_("demote", order, save, scratch, number)
         ssd = client.stats().ssd
         assert ssd.state == "ok" and not ssd.corrupt, ssd
     rows = []
     for (what, order, by), speeds in took.items():
         row = {
             "what": what,
-            "io": ("direct" if direct else "buffered") + (", encrypted" if KEY else ""),
+            "io": ("direct" if direct else "buffered") + (", encrypted" if key else ""),
             "order": order,
             "chunk_bytes": chunk,
             "by": by,
@@ -290,7 +317,9 @@ def streams(
             "gb_per_s_max": max(speeds),
             "rounds": len(speeds),
         }
-        if scratch:
+        if by == "attnstore":
+            row["cpu_s_per_gb"] = statistics.median(cpu[what, order])
+        if scratch and by == "attnstore":
             row["of_fio"] = statistics.median(
                 mine / theirs for mine, theirs in zip(speeds, took[what, order, "fio"], strict=True)
             )
@@ -339,6 +368,12 @@ def space_needed(folder: Path, chunk: int, slab_bytes: int) -> dict[str, Any]:
     }
 
 
+def cpu_seconds(pid: int) -> float:
+    """That the process has used until now."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def bytes_on_disk(folder: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*"))
 
@@ -356,11 +391,10 @@ def main() -> int:
     options = arguments(__doc__)
     options.add_argument("--folder", help="where to write; a folder of the disk in question")
     options.add_argument("--only", choices=("buffered", "direct", "space"))
-    options.add_argument("--encrypted", action="store_true", help="our files are encrypted")
+    options.add_argument("--encrypted", action="store_true", help="and the same with our files encrypted")
+    options.add_argument("--chunk", type=int, help="KiB of the only size of chunks")
     chosen = options.parse_args()
-    if chosen.encrypted:
-        global KEY
-        KEY = secrets.token_hex(32)
+    keys = ("", secrets.token_hex(32)) if chosen.encrypted else ("",)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="kvs-", dir=chosen.folder) as name:
         folder = Path(name)
@@ -368,14 +402,16 @@ def main() -> int:
             print("no fio here (apt install fio): nothing to compare with, and no goals")
         slab_bytes = QUICK_SLAB_BYTES if chosen.quick else SLAB_BYTES
         scratch = lay_out(folder, slab_bytes) if has_fio and chosen.only != "space" else []
-        for chunk in (GOAL_CHUNK,) if chosen.quick else (GOAL_CHUNK, 256 << 10, 4 << 10):
-            for io in ("buffered", "direct"):
+        sizes = (GOAL_CHUNK,) if chosen.quick else (GOAL_CHUNK, 256 << 10, 4 << 10)
+        for chunk in (chosen.chunk << 10,) if chosen.chunk else sizes:
+            for io, key in itertools.product(("buffered", "direct"), keys):
                 if chosen.only in (None, io):
                     repeats = 1 if chosen.quick or chunk != GOAL_CHUNK else 2
                     how: dict[str, Any] = {
                         "slab_bytes": slab_bytes,
                         "direct": io == "direct",
                         "repeats": repeats,
+                        "key": key,
                     }
                     with tempfile.TemporaryDirectory(dir=folder) as part:
                         rows += streams(Path(part), scratch, chunk, **how)
@@ -400,6 +436,8 @@ def tell(row: dict[str, Any]) -> None:
         )
         return
     share = f"{row['of_fio']:5.2f} x fio" if "of_fio" in row else ""
+    if "cpu_s_per_gb" in row:
+        share += f", {row['cpu_s_per_gb']:.2f} s of CPU a GB"
     print(
         f"{row['what']:8} {size}  {row['io']:8} {row['order']:10} {row['by']:9} {row['gb_per_s']:6.2f} GB/s"
         f" ({row['gb_per_s_min']:.2f} to {row['gb_per_s_max']:.2f}) {share}"

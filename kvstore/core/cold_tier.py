@@ -28,6 +28,9 @@ from kvstore.core.namespaces import Namespace
 from kvstore.errors import Unavailable
 from kvstore.types import ChunkKey, DiskResult, DiskState, Millis, NamespaceId, OpId, SlabId
 
+TOO_FULL = "the SSD is too full for all of it at once"
+"""Why whoever waits for chunks until they are durable waits no longer."""
+
 if TYPE_CHECKING:
     from kvstore.core.manifests import Session
     from kvstore.core.ssd.quarantine import Entry

@@ -31,7 +31,7 @@ from kvstore.core.chunks import (
     ChunkTable,
     LinkedRows,
 )
-from kvstore.core.cold_tier import ColdTier
+from kvstore.core.cold_tier import TOO_FULL, ColdTier
 from kvstore.core.directory import Directory
 from kvstore.core.events import (
     Bar,
@@ -754,6 +754,7 @@ class State:
 
     def evict_copy(self, row: int) -> None:
         """Its SSD slots are wanted: a cold chunk becomes a ghost, a resident one stays in DRAM alone."""
+        self.cold_tier.refused(self.namespace_of(row), self.chunks.key[row], TOO_FULL)
         if not self.is_resident(row):
             self.to_ghost(row, Reason.EVICTED)
         else:

@@ -23,11 +23,13 @@ from kvstore.types import ChunkKey, DiskResult, Found
 PEERS = "peers"
 ROUTINGS = ("prefix", "session", "least", "random")
 """prefix: where most of the prompt's beginning is, unless that node is behind; where nobody has enough of it, as
-session. session: where the session was last. least: the node that served least. random: drawn, the same each time."""
+session. session: where the session was last; a new one where the fewest chunks had to be computed so far, since that
+node's DRAM has to give up least. least: the node that served least. random: drawn, the same each time."""
 WORTH_SHARE = 0.5
 """Of a prompt: a node that has less is no better than the one that the session was at: it goes on saving there."""
-BEHIND_TURNS, BEHIND_SHARE = 4, 0.1
-"""A node that served so many turns more than its part of all, and so much of that part, is passed by."""
+BEHIND_TURNS, BEHIND_SHARE = 4, 0.3
+"""A node that served so many turns more than its part of all, and so much of that part, is passed by. A tenth moves
+sessions for the sake of a balance that no engine needs: each move leaves a copy behind that nobody asks for again."""
 PAGE_ROWS, PAGE_BYTES = 4_096, 32 << 10
 """As `kvstore/fleet/held.py` has it."""
 RECORD_BYTES = 600
@@ -144,6 +146,8 @@ class Fleet:
         self._failures = sorted(failures, key=lambda failure: failure.at_ms)
         self._down: dict[int, int] = {}
         self._served = [0] * nodes
+        self._computed = [0] * nodes
+        """Chunks that their turns found nowhere near: what each node's DRAM had to take in."""
         self._last: dict[int, int] = {}
         self._draw = random.Random(1)
         self._ended: list[FleetMachine] = []
@@ -177,6 +181,7 @@ class Fleet:
             self._fail_and_recover(turn.at_ms)
             chosen = self._route(turn)
             self._served[chosen] += 1
+            self._computed[chosen] += len(turn.chunks) - self._leading(chosen, turn)
             self._last[turn.session] = chosen
             self.machines[chosen].serve(turn)
             told(number + 1)
@@ -220,15 +225,15 @@ class Fleet:
 
     def _route(self, turn: Turn) -> int:
         up = [node for node in range(len(self.machines)) if node not in self._down]
-        least = min(up, key=lambda node: (self._served[node], node))
         if self.routing == "least":
-            return least
+            return min(up, key=lambda node: (self._served[node], node))
         if self.routing == "random":
             return self._draw.choice(up)
         most = (1 + BEHIND_SHARE) * sum(self._served[node] for node in up) / len(up) + BEHIND_TURNS
         allowed = [node for node in up if self._served[node] <= most]
         last = self._last.get(turn.session, -1) if turn.session >= 0 else -1
-        kept = last if last in allowed else least
+        freest = min(allowed, key=lambda node: (self._computed[node], node))
+        kept = last if last in allowed else freest
         if self.routing == "session":
             return kept
         leading = {node: self._leading(node, turn) for node in allowed}

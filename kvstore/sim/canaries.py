@@ -23,6 +23,7 @@ from kvstore.core.quotas import Quotas
 from kvstore.core.remote.forgets import Forgets
 from kvstore.core.remote.saves import RemoteSaves
 from kvstore.core.remote.sessions import SharedSessions
+from kvstore.core.remote.sources import Sources
 from kvstore.core.requests import reads
 from kvstore.core.requests.hint_actions import HintActions
 from kvstore.core.requests.queue import Queue
@@ -508,6 +509,11 @@ def _never_noted(original: Original) -> Any:
     return lambda forgets: None
 
 
+def _not_anew(original: Original) -> Any:
+    """What a node heard of as forgotten while it was on its way is a miss, though it was saved again since."""
+    return lambda sources, row: False
+
+
 REMOTE_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "over-remote-quota": (RemoteSaves, "_giving_way", _no_remote_quota),
     "any-record": (records, "refusal", _any_record),
@@ -523,6 +529,7 @@ REMOTE_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
 FLEET_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "heed-none": (Journal, "behind", _heeds_none),
     "purge-spares-ssd": (Forgets, "purge_row", _spares_ssd),
+    "saved-again-is-slow": (Sources, "_is_to_ask_anew", _not_anew),
 }
 """What only a run with other nodes finds."""
 

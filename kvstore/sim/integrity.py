@@ -648,6 +648,8 @@ class Watch:
         waiting = {(chunk, number) for number, wait in durability.waits.items() for chunk in wait.missing}
         found = {(chunk, number) for chunk, waits in durability._waits_of.items() for number in waits}
         assert waiting == found and all(wait.missing for wait in durability.waits.values()), waiting ^ found
+        awaited = Counter(chunk for wait in durability.waits.values() for chunk in wait.chunks)
+        assert awaited == durability._slabs.awaited, awaited
         emptying = tier.slabs.emptying
         assert emptying is None or not emptying.slab.counts[SlotState.RESERVED], emptying
 

@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from kvstore.core import events as ev
-from kvstore.core.chunks import NONE
+from kvstore.core.chunks import FETCHING, NONE
 from kvstore.keys import is_tenant_mark, tenant_mark
 from kvstore.tiers.remote import records, tombstones
 from kvstore.tiers.remote.tombstones import Forgotten, Journal, Tombstones
-from kvstore.types import ChunkKey, DiskResult, Found, NamespaceId, OpId, Tier, WorkerId
+from kvstore.types import ChunkKey, DiskResult, Found, NamespaceId, OpId, Reason, Tier, WorkerId
 
 from .cluster import OPS, Cluster
 from .disk import GARBAGE
@@ -114,6 +116,12 @@ class RemoteCluster(Cluster):
         """By mark of the tenant: when what was answered as purged was asked for."""
         self._heeded_by_store_at: dict[tuple[bytes, ChunkKey], int] = {}
         """Likewise, by the REMOTE store, whose count its records say."""
+        self._heard_orders: dict[tuple[bytes, ChunkKey], int] = {}
+        """When the core heard last that it was forgotten, or all of its namespace."""
+        self._asked_orders: dict[tuple[bytes, ChunkKey], int] = {}
+        """When the core asked last who has it."""
+        self._fetching: dict[tuple[NamespaceId, ChunkKey], int] = {}
+        """Since when it has been on its way."""
         self._marks_heard: list[tuple[str, bytes, int, bool]] = []
         """Where the core heard of a tenant purged by another node, and when, perhaps again; it has yet to heed it."""
         super().__init__(
@@ -149,6 +157,7 @@ class RemoteCluster(Cluster):
         self._sharing.clear()
         self._emitted.clear()  # numbers of ops begin anew
         self._marks_heard.clear()
+        self._fetching.clear()
         for name, journal in self.journals.items():
             self._news[name] = journal.behind(self.store.state.heeded.get(name))
         return effects
@@ -228,6 +237,8 @@ class RemoteCluster(Cluster):
         """Now and then beyond the deadline of the core."""
         self._orders += 1
         self._emitted[op.op] = self._orders
+        if isinstance(op, ev.LookUpChunks):
+            self._asked_orders |= {(op.digest, key): self._orders for key in op.keys}
         if isinstance(op, ev.ShareSessions):
             self._sharing[op.op] = op
             self.sessions.emitted(op, self.store)
@@ -508,6 +519,11 @@ class RemoteCluster(Cluster):
         if isinstance(event, ev.PurgeTenant) and not event.dry_run:
             self._orders += 1
             self._purge_asked.setdefault((event.ticket.worker, event.ticket.request_id), self._orders)
+        if isinstance(event, ev.ForgottenElsewhere) and event.forgotten:
+            self._orders += 1
+            self._heard_orders |= {
+                (digest, key): self._orders for digest, key, maker in event.forgotten if not maker
+            }
         super().step(event)
 
     def _applied(self, event: ev.Event) -> None:
@@ -518,12 +534,37 @@ class RemoteCluster(Cluster):
                 (event.source, one[2], self.store.state.now, self._is_heard_again(event.source, one))
                 for one in marks
             ]
+        self._check_asked_anew()
         if self._marks_heard and not (self.store.forgets.going or self.store.recalls.going):
             self._check_marks_heeded()
         if isinstance(event, ev.SessionsShared):
             self.sessions.applied(event, self._sharing.pop(event.op), self.store)
         if isinstance(event, ev.ForgottenElsewhere) and not self.store.forgets.going:
             self._check_heeded(event)
+
+    def _check_asked_anew(self) -> None:
+        """What was on its way when this node heard that it was forgotten may have been saved again since: it is no miss
+        before all sources that are well were asked for it after that."""
+        state, sources = self.store.state, self.store.sources
+        chunks = state.chunks
+        rows = np.flatnonzero(chunks.views.flags[: chunks.rows_ever] & FETCHING).tolist()
+        before, since = self._fetching, self._orders
+        now = {(NamespaceId(chunks.namespace[row]), chunks.key[row]) for row in rows}
+        self._fetching = {name: before.get(name, since) for name in now}
+        for (namespace_id, key), began in before.items():
+            namespace = state.namespaces.get(namespace_id)
+            row = namespace.index.get(key, NONE) if namespace is not None else NONE
+            if (namespace_id, key) in now or namespace is None or row == NONE or namespace.retired:
+                continue
+            if chunks.shard0[row] != NONE or Reason(chunks.reason[row]) not in (Reason.SLOW, Reason.EVICTED):
+                continue
+            names = ((namespace.salt, key), (namespace.salt, WHOLE))
+            heard = max(self._heard_orders.get(name, -1) for name in names)
+            if sources._choices(namespace_id, key):
+                continue  # it found no DRAM
+            if heard > max(began, self._asked_orders.get((namespace.salt, key), -1)):
+                able = [each for each in sources.by_name.values() if each.is_well and each.is_asked(self.now)]
+                assert not able, f"a miss after a forget, and nobody was asked: {key!r}, {able}"
 
     def _check_marks_heeded(self) -> None:
         """Of the tenants that another node has purged nothing is left that was there when this one heard of it."""
@@ -582,7 +623,9 @@ class RemoteCluster(Cluster):
         if self.pending:
             self._tell(list(self.pending))
             for digest, key, maker in self.pending:  # the core has dropped it, whoever forgot it before
-                self._heeded_by_store_at[maker or digest, key] = self._orders
+                name = (maker or digest, key)
+                if self._heeded_by_store_at.get(name, -1) <= self._others_told_at.get(name, -1):
+                    self._heeded_by_store_at[name] = self._orders
             self.pending.clear()
         return True
 

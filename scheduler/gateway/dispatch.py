@@ -30,6 +30,9 @@ class Server:
     failed: int = 0
     node: str = ""
     """Whose store it uses, where there are several; see `Ticket.costs`."""
+    taken_in: int = 0
+    """Bytes of requests that were new to it, as far as sessions tell: what its caches and its store had to make room
+    for."""
 
     @property
     def up(self) -> bool:
@@ -85,8 +88,9 @@ class Dispatcher:
         self._waiting_max = waiting_max
         self._waiting: deque[Ticket] = deque()
         self._numbers = itertools.count()
-        self._last: OrderedDict[str, str] = OrderedDict()
-        """The server that had a session last: its own cache may still have its beginning."""
+        self._last: OrderedDict[str, tuple[Server, int]] = OrderedDict()
+        """The server that had a session last, whose own cache may still have its beginning, and the bytes of that
+        request."""
         self.on_wait: Callable[[Ticket], None] = lambda ticket: None
         self.on_leave: Callable[[Ticket], None] = lambda ticket: None
         """A ticket that waited got its turn, or gave up."""
@@ -154,16 +158,23 @@ class Dispatcher:
             server.running += 1
             ticket.server = server
             if ticket.session:
-                self._last[ticket.session] = server.url
-                self._last.move_to_end(ticket.session)
-                if len(self._last) > SESSIONS_MAX:
-                    self._last.popitem(last=False)
+                self._remember(ticket.session, server, len(ticket.asked.data))
             ticket.turn.set_result(server)
             self.on_leave(ticket)
 
+    def _remember(self, session: str, server: Server, size: int) -> None:
+        last, before = self._last.get(session, (None, 0))
+        server.taken_in += max(0, size - before) if last is server else size
+        self._last[session] = server, size
+        self._last.move_to_end(session)
+        if len(self._last) > SESSIONS_MAX:
+            self._last.popitem(last=False)
+
     def _server_for(self, ticket: Ticket) -> Server | None:
         """Of those that are up, if any is: the one that had the session last, else the one with the most room. Where
-        it is known what the prompt's KV costs each node: the one where that and the requests before it take least."""
+        it is known what the prompt's KV costs each node: the one where that and the requests before it take least.
+        Where all this is the same a new session goes to the server that took in least, whose store has to evict least
+        for it; a request without a session to the first, which had those before it."""
         free = [
             server
             for server in self.servers
@@ -171,16 +182,17 @@ class Dispatcher:
         ]
         if any(server.up for server in self.servers):
             free = [server for server in free if server.up]
-        last = self._last.get(ticket.session)
+        last, _ = self._last.get(ticket.session, (None, 0))
         costs = ticket.costs
         dearest = max(costs.values(), default=0.0)
 
-        def dearness(server: Server) -> tuple[float, bool, int]:
+        def dearness(server: Server) -> tuple[float, bool, int, int]:
             ahead_ms = BEHIND_ONE_MS * server.running if costs else 0.0
             return (
                 costs.get(server.node, dearest) + ahead_ms,
-                server.url != last,
+                server is not last,
                 server.running - server.slots,
+                server.taken_in if ticket.session else 0,
             )
 
         return min(free, key=dearness, default=None)

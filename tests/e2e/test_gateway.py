@@ -186,6 +186,30 @@ def test_a_session_goes_to_the_server_that_had_it(servers: list[OpenAi], gateway
     assert all(len(names) == 1 for names in told.values()), told
 
 
+def test_new_sessions_go_where_least_was_taken_in(servers: list[OpenAi], gateway: Callable[..., str]) -> None:
+    """However few ask at a time: else one server's store would evict while the other's is empty."""
+    url = gateway(slots=4)
+    for server in servers:
+        server.go.set()
+
+    def by(session: str, letters: int) -> str:
+        body = {"prompt": "x" * letters, "user": session} if session else {"prompt": "x" * letters}
+        name: str = httpx.post(f"{url}/v1/completions", json=body).json()["by"]
+        return name
+
+    first = by("a", 9_000)
+    other = by("b", 3_000)
+    assert other != first
+    assert by("c", 3_000) == other, "it has taken in 3,000 letters so far, and the first 9,000"
+    assert by("a", 10_000) == first, "a session stays; of this turn 1,000 letters are new"
+    assert by("d", 5_000) == other, "6,000 and 10,000"
+    assert by("b", 3_000) == other, "nothing is new"
+    assert by("e", 3_000) == first, "11,000 and 10,000"
+    assert {by("", 100) for _ in range(3)} == {servers[0].name}, (
+        "without a session: where those before it went"
+    )
+
+
 def test_streams_come_piece_by_piece_and_end_at_the_server_when_the_client_goes(
     servers: list[OpenAi], gateway: Callable[..., str]
 ) -> None:

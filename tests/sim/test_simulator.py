@@ -29,6 +29,7 @@ CANARY_RUNS_MAX = 12
 CANARY_SEEDS = {
     **{"reuse-late-read": 9, "evict-pinned": 9, "plan-old-session": 9, "forgotten-elsewhere": 4},
     **{"over-dram-quota": 3, "over-ssd-quota": 8, "over-remote-quota": 8, "purge-spares-ssd": 3},
+    **{"saved-again-is-slow": 4},
 }
 """From where on, for bugs that two runs in five find (more than five of the runs that follow do, with either tier), or
 that only runs with a quota can."""

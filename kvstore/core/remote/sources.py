@@ -179,6 +179,25 @@ class Wanted:
 
 
 @dataclass(slots=True)
+class LookedUpAnew:
+    """A FETCHING chunk of which a forget was heard: whether somebody has it is asked anew."""
+
+    wanted: Wanted
+    ops: set[OpId]
+
+
+@dataclass(slots=True)
+class HeardOf:
+    """The forgets of a chunk that is FETCHING: what is older than them may not come, what was saved since may."""
+
+    channel: str
+    """Where the newest was read; empty: in two channels, and nothing that is under way is held against both."""
+    count: int
+    asked_anew: bool = False
+    """The sources were asked, or could not be, since the newest was heard: they are not asked once more."""
+
+
+@dataclass(slots=True)
 class Fetch:
     source: Source
     rows: list[int]
@@ -223,9 +242,10 @@ class Sources:
         self._may_begin = False
         """Whether something happened since no source had room for what is wanted of it."""
         self.fetches: dict[OpId, Fetch] = {}
-        self._forgotten: dict[int, tuple[str, int]] = {}
-        """FETCHING rows that somebody has forgotten meanwhile: at which count of which source's forgets. What was held
-        against that forget may come; what is older may not."""
+        self._forgotten: dict[int, HeardOf] = {}
+        """By row."""
+        self._anew: dict[int, LookedUpAnew] = {}
+        """By row, until the sources have answered."""
         self.resume: Callable[[ev.Match | ev.Acquire], None] = lambda event: None
         """Carries out a parked request; set by the store."""
 
@@ -353,6 +373,10 @@ class Sources:
                 del self._asking[name]
 
     def _has_answered(self, op: OpId) -> None:
+        for row, anew in list(self._anew.items()):
+            anew.ops.discard(op)
+            if not anew.ops:
+                self._goes_on(row)
         for number, parked in list(self.parked.items()):
             parked.ops.discard(op)
             if not parked.ops:
@@ -504,6 +528,7 @@ class Sources:
         in_flight = sum(source.bytes for source in self.by_name.values())
         batches: dict[tuple[str, NamespaceId], list[int]] = {}
         held: list[Wanted] = []
+        unknown: dict[NamespaceId, list[Wanted]] = {}
         while (
             (self.wanted or self._ahead)
             and in_flight < state.limits.remote_bytes_in_flight_max
@@ -516,13 +541,21 @@ class Sources:
             row = wanted.row
             if not self._still_wanted(wanted):
                 continue
+            if row in self._anew:
+                self._anew[row].wanted.demanded |= wanted.demanded
+                continue
             if state.chunks.flags[row] & DOOMED:
                 self._failed(row, Reason(state.chunks.reason[row]))
                 continue
             namespace = state.namespace_of(row)
             choices = self._choices(namespace.id, wanted.key)
+            if not choices and self._is_to_ask_anew(row):
+                self._anew[row] = LookedUpAnew(wanted, set())
+                unknown.setdefault(namespace.id, []).append(wanted)
+                continue
             if not choices:
-                self._failed(row, Reason.SLOW)
+                asked = row in self._forgotten and all(source.is_well for source in self.by_name.values())
+                self._failed(row, Reason.EVICTED if asked else Reason.SLOW)
                 continue
             source = choices[0][0]
             batch = batches.setdefault((source.name, namespace.id), [])
@@ -549,8 +582,39 @@ class Sources:
             if rows:
                 self._begin(self.by_name[name], state.namespaces[namespace_id], rows)
         self._may_begin = False
+        for namespace_id, forgotten in unknown.items():
+            self._look_up_anew(state.namespaces[namespace_id], forgotten)
         for wanted in reversed(held):
             (self.wanted if wanted.demanded else self._ahead).appendleft(wanted)
+
+    def _is_to_ask_anew(self, row: int) -> bool:
+        """Whether it waits for a fetch and a forget was heard since anybody was asked for it: it may have been saved
+        again after that. Each forget is a reason once."""
+        heard = self._forgotten.get(row)
+        return heard is not None and not heard.asked_anew and not self.state.namespace_of(row).retired
+
+    def _look_up_anew(self, namespace: Namespace, forgotten: Sequence[Wanted]) -> None:
+        """Whatever was answered before, and is being answered: that may be older than the forget."""
+        for wanted in forgotten:
+            self._forgotten[wanted.row].asked_anew = True
+        for source in self.by_name.values():
+            for start in range(0, len(forgotten), LOOKUP_KEYS_MAX):
+                if not source.is_well or not source.is_asked(self.state.now):
+                    break
+                asked = forgotten[start : start + LOOKUP_KEYS_MAX]
+                op = self._look_up(source, namespace, [wanted.key for wanted in asked])
+                for wanted in asked:
+                    self._anew[wanted.row].ops.add(op)
+        for wanted in forgotten:
+            if not self._anew[wanted.row].ops:
+                del self._anew[wanted.row]
+                self._failed(wanted.row, Reason.SLOW)
+
+    def _goes_on(self, row: int) -> None:
+        """All sources that could be asked anew have answered, or are late."""
+        wanted = self._anew.pop(row).wanted
+        (self.wanted if wanted.demanded else self._ahead).append(wanted)
+        self._may_begin = True
 
     def _patience_ms(self, source: str) -> Millis:
         limits = self.state.limits
@@ -601,17 +665,19 @@ class Sources:
         state.counters["remote_bytes_fetched"] += sizes
         state.arrived(came)
 
-    def was_forgotten(self, row: int, source: str, count: int) -> None:
-        """A chunk that is FETCHING, by whoever reads this source's forgets."""
+    def was_forgotten(self, row: int, channel: str, count: int) -> None:
+        """A chunk that is FETCHING, by whoever reads this channel's forgets."""
         before = self._forgotten.get(row)
-        if before is not None and before[0] != source:
-            source, count = "", 0  # of two: nothing that comes now is held against both
-        self._forgotten[row] = source, max(count, before[1] if before is not None else 0)
+        if before is not None and before.channel != channel:
+            channel, count = "", 0
+        self._forgotten[row] = HeardOf(channel, max(count, before.count if before is not None else 0))
 
     def _if_newer(self, source: Source, row: int, chunk: ev.FetchedChunk, count: int) -> ev.FetchedChunk:
-        forgotten = self._forgotten.get(row)
-        if forgotten is None or (forgotten[0] == source.name and count >= forgotten[1]):
+        heard = self._forgotten.get(row)
+        if heard is None or (heard.channel == source.name and count >= heard.count):
             return chunk
+        if heard.asked_anew and heard.channel != source.name:
+            return chunk  # it was asked for after the forget was heard
         return ev.FetchedChunk(DiskResult.REUSED, why="it was forgotten on its way")
 
     def _end_rate(self, fetch: Fetch, came: int) -> None:
@@ -693,7 +759,9 @@ class Sources:
         """The chunk did not come from where it was thought to be."""
         state = self.state
         key = state.chunks.key[row]
-        if not state.chunks.flags[row] & DOOMED and self._choices(state.namespace_of(row).id, key):
+        others = bool(self._choices(state.namespace_of(row).id, key))
+        anew = reason is not Reason.CORRUPT and self._is_to_ask_anew(row)
+        if not state.chunks.flags[row] & DOOMED and (others or anew):
             self.wanted.append(Wanted(row, key, demanded=True))
             self._may_begin = True
         else:
@@ -788,6 +856,11 @@ class Sources:
             for wanted in (*self.wanted, *self._ahead, *self._without_slot)
             if chunks.key[wanted.row] == wanted.key
         }
+        assert self._anew.keys() <= fetching, "a look-up for a chunk that nobody waits for"
+        asked = {op for anew in self._anew.values() for op in anew.ops}
+        assert all(anew.ops for anew in self._anew.values()), "a chunk waits for a look-up that has ended"
+        assert asked <= self.lookups.keys(), "a chunk waits for a look-up that is not under way"
+        queued |= self._anew.keys()
         assert fetching <= queued | set(begun), "a chunk waits for a fetch that nobody begins"
         assert self._forgotten.keys() <= fetching, "a forget of what is not on its way any more"
         assert set(begun) <= fetching, "a fetch of a chunk that nobody waits for"

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DERIVED, DOOMED, DURABLE, NONE, STORED, TAIL, TRANSIENT
+from kvstore.core.cold_tier import TOO_FULL
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase
 from kvstore.core.ssd.row_bytes import chunk_bytes, session_bytes
@@ -583,6 +584,7 @@ class Durability:
         self.waits[self._next_wait] = wait
         for chunk in missing:
             self._waits_of.setdefault(chunk, {})[self._next_wait] = wait
+        self._slabs.awaited.update(chunks)
         self._next_wait += 1
 
     def _is_durable(self, chunk: tuple[NamespaceId, ChunkKey]) -> bool:
@@ -595,11 +597,11 @@ class Durability:
             wait.missing.discard(chunk)
             if wait.missing:
                 continue
-            del self.waits[number]
+            self._end_wait(number)
             if all(map(self._is_durable, wait.chunks)):
                 self.state.reply(wait.ticket, wait.answer)
             else:
-                self._answer_not_durable(wait.ticket, "the SSD is too full for all of it at once")
+                self._answer_not_durable(wait.ticket, TOO_FULL)
 
     def end_waits(self) -> None:
         state = self.state
@@ -607,27 +609,29 @@ class Durability:
             number, wait = next(iter(self.waits.items()))
             if wait.deadline > state.now:
                 break
-            del self.waits[number]
-            for chunk in wait.missing:
-                others = self._waits_of[chunk]
-                del others[number]
-                if not others:
-                    del self._waits_of[chunk]
+            self._end_wait(number)
             state.reply(
                 wait.ticket,
                 DeadlineExceeded("committed and visible, but not durable in time", field="wait"),
             )
         self.waits = self.waits or {}  # what was emptied from its front keeps the holes
 
+    def _end_wait(self, number: int) -> None:
+        wait = self.waits.pop(number)
+        for chunk in wait.missing:
+            others = self._waits_of[chunk]
+            del others[number]
+            if not others:
+                del self._waits_of[chunk]
+        for chunk in wait.chunks:
+            self._slabs.awaited[chunk] -= 1
+            if not self._slabs.awaited[chunk]:
+                del self._slabs.awaited[chunk]
+
     def refused(self, chunk: tuple[NamespaceId, ChunkKey], why: str) -> None:
         """Nobody waits any longer for what is not going to be written."""
         for number, wait in list(self._waits_of.get(chunk, {}).items()):
-            del self.waits[number]
-            for missing in wait.missing:
-                others = self._waits_of[missing]
-                del others[number]
-                if not others:
-                    del self._waits_of[missing]
+            self._end_wait(number)
             self._answer_not_durable(wait.ticket, why)
 
     def fail_waits(self, why: str) -> None:
@@ -636,6 +640,7 @@ class Durability:
             self._answer_not_durable(wait.ticket, why)
         self.waits = {}
         self._waits_of = {}
+        self._slabs.awaited.clear()
 
     def _answer_not_durable(self, ticket: ev.Ticket, why: str) -> None:
         self.state.reply(ticket, Unavailable(f"committed and visible, but not durable: {why}", field="wait"))

@@ -7,6 +7,7 @@ file: absent -> being made -> in use by one slab class -> being emptied, in step
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,7 +18,18 @@ from kvstore.core.chunks import NONE, PROMOTING, STORED, STORING
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
 from kvstore.core.state import DISK, State
-from kvstore.types import DiskPlace, DiskResult, DiskState, Millis, OpId, SlabId, SlotState, Tier
+from kvstore.types import (
+    ChunkKey,
+    DiskPlace,
+    DiskResult,
+    DiskState,
+    Millis,
+    NamespaceId,
+    OpId,
+    SlabId,
+    SlotState,
+    Tier,
+)
 
 VICTIMS_LOOKED_AT_MAX = 64
 """In one look for a chunk that has a slot in a file that takes records."""
@@ -96,6 +108,8 @@ class Slabs:
         """How many in a row could not be made because of an error."""
         self._failing: dict[int, Failing] = {}
         """By index of the slab."""
+        self.awaited: Counter[tuple[NamespaceId, ChunkKey]] = Counter()
+        """How many commits that wait until they are durable have the chunk (`Durability`)."""
         self._passed_over = 0
         """Victims in files that take no records, one after the other since one was found elsewhere."""
 
@@ -301,19 +315,27 @@ class Slabs:
 
     def _drop_copies(self, slot_bytes: int, closed: Container[int]) -> bool:
         """In the file of this slot size that was written longest ago, of those with such a chunk: the copies of what no
-        queued job needs and is in DRAM too, where it stays."""
+        queued job needs and is in DRAM too, where it stays. What somebody waits for until it is durable goes last."""
         state = self.state
         slab_class = state.ssd_slots.classes.get((DISK, slot_bytes))
         if slab_class is None:
             return False
         mine = [slab for slab in slab_class.segments.values() if slab.index not in closed]
-        for slab in sorted(mine, key=lambda slab: slab.touched_at):
-            copies = dict.fromkeys(islice(filter(self._is_spare, slab.owner), EMPTIED_PER_STEP_MAX))
-            for row in copies:
-                state.evict_copy(row)
-            if copies:
-                return True
+        mine.sort(key=lambda slab: slab.touched_at)
+        for is_spare in (self._is_idle_spare, self._is_spare) if self.awaited else (self._is_spare,):
+            for slab in mine:
+                copies = dict.fromkeys(islice(filter(is_spare, slab.owner), EMPTIED_PER_STEP_MAX))
+                for row in copies:
+                    state.evict_copy(row)
+                if copies:
+                    return True
         return False
+
+    def _is_idle_spare(self, row: int) -> bool:
+        if not self._is_spare(row):
+            return False
+        chunks = self.state.chunks
+        return (NamespaceId(chunks.namespace[row]), chunks.key[row]) not in self.awaited
 
     def _is_spare(self, row: int) -> bool:
         state = self.state

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore.core import events as ev
+from kvstore.core.ssd import slabs
 from kvstore.core.transfers import CHUNKS_PER_OP_MAX
 from kvstore.errors import DeadlineExceeded, Precondition, Unavailable
 from kvstore.sim.disk import DiskWorld
@@ -377,6 +378,35 @@ def test_a_commit_of_more_than_fits_on_ssd_at_once_is_not_called_durable() -> No
     answer = world.durable_answer(worker, commit)
     assert isinstance(answer, (Unavailable, DeadlineExceeded)), answer
     assert world.outcomes(worker, namespace, chain("k", 8)) == ["HIT"] * 8
+
+
+def test_commits_of_all_that_fits_on_ssd_become_durable_in_place_of_what_was_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slab file has more slots than are made free at once: what was written into it just now stays."""
+    monkeypatch.setattr(slabs, "EMPTIED_PER_STEP_MAX", 8)
+    world, worker, namespace = start(segments=8, segment_bytes=16 * PAGE, slabs=2, slab_slots=12)
+    world.save(worker, namespace, chain("old", 24))
+    world.settle(20_000)
+    world.hold = {ev.WriteIndex}
+    keys = chain("k", 24)
+    commits = [world.save_durably(worker, namespace, keys[start : start + 8]) for start in (0, 8, 16)]
+    world.hold = set()
+    world.finish()
+    world.settle(20_000)
+    for commit in commits:
+        answer = world.durable_answer(worker, commit)
+        assert isinstance(answer, ev.Committed), answer
+
+
+def test_who_waits_for_what_the_ssd_has_dropped_is_told_at_once() -> None:
+    world, worker, namespace = start(slabs=1, slab_slots=4, durable_within_ms=100_000)
+    world.hold = {ev.WriteIndex}
+    commit = world.save_durably(worker, namespace, chain("k", 4))
+    world.store.state.evict_copy(world.store.state.namespaces[namespace].index[chain("k", 4)[0]])
+    world.tick(1)
+    answer = world.durable_answer(worker, commit)
+    assert isinstance(answer, Unavailable) and "too full" in answer.message, answer
 
 
 def test_a_chunk_that_is_forgotten_before_it_is_durable_is_not_called_durable() -> None:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from kvstore.core import events as ev
+from kvstore.core.chunks import FETCHING
 from kvstore.keys import tenant_mark
 from kvstore.sim.remote_world import RemoteWorld
 from kvstore.sim.world import PAGE, chain, spec
-from kvstore.types import ChunkKey, DiskResult, NamespaceId, WorkerId
+from kvstore.types import ChunkKey, DiskResult, NamespaceId, Reason, WorkerId
 
 KEYS = chain("k", 4)
 NOTHING = (b"", ChunkKey(b""), b"")
@@ -102,6 +103,113 @@ def test_what_came_and_is_newer_than_the_forget_is_served() -> None:
     world.count = 2
     heard(world, (digest(world, namespace), KEYS[0], b""), (b"", ChunkKey(b""), b"m" * 16), count=2)
     world.finish()
+    assert world.outcomes(worker, namespace, KEYS) == ["HIT"] * 4
+
+
+def wait_for_room(**limits: Any) -> tuple[RemoteWorld, WorkerId, NamespaceId]:
+    """Two chunks are on their way, and two wait until they are here."""
+    world, worker, namespace = start(remote_bytes_in_flight_max=2 * PAGE, **limits)
+    world.put_elsewhere(namespace, KEYS)
+    world.hold = {ev.FetchChunks}
+    world.ask(ev.Acquire, worker, namespace, KEYS, wait_ms=1_000)
+    assert [effect.keys for effect in world.held] == [KEYS[:2]]
+    world.looked_up.clear()
+    return world, worker, namespace
+
+
+def coming(world: RemoteWorld) -> list[bool]:
+    """Of each of `KEYS`, whether it is on its way still."""
+    (namespace,) = world.store.state.namespaces.values()
+    flags = world.store.state.chunks.flags
+    return [bool(flags[namespace.index[key]] & FETCHING) for key in KEYS]
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_what_was_saved_again_after_a_forget_comes_though_it_was_asked_for_before(number: int) -> None:
+    """The forget is heard while the chunk waits for its turn (3), or is on its way (0)."""
+    world, worker, namespace = wait_for_room()
+    heard(world, (digest(world, namespace), KEYS[number], b""), count=1)
+    world.finish()
+    world.count = 1
+    while world.held:
+        world.finish()
+    assert world.looked_up == [KEYS[number]]
+    assert world.outcomes(worker, namespace, KEYS) == ["HIT"] * 4
+
+
+def test_what_one_channel_says_was_forgotten_comes_from_another() -> None:
+    world, worker, namespace = wait_for_room(
+        sources=("peers", "remote"), forgets_told=("peers", "remote"), remote_writes="off"
+    )
+    salt = digest(world, namespace)
+    world.elsewhere["peers"], world.elsewhere["remote"] = world.elsewhere["remote"], {}
+    heard(world, (salt, KEYS[0], b""), (salt, KEYS[3], b""), count=1)
+    while world.held:
+        world.finish()
+    assert world.outcomes(worker, namespace, KEYS[:1] + KEYS[3:]) == ["HIT"] * 2
+
+
+def test_each_forget_is_a_reason_once_to_ask_anew() -> None:
+    world, worker, namespace = wait_for_room()
+    salt = digest(world, namespace)
+    heard(world, (salt, KEYS[3], b""), count=1)
+    world.count = 1
+    world.finish()
+    assert world.looked_up == [KEYS[3]] and coming(world)[3]
+    heard(world, (salt, KEYS[3], b""), count=2)
+    while world.held:
+        world.finish()  # what comes is older than the second
+    assert world.looked_up == [KEYS[3]] * 2
+    assert coming(world) == [False] * 4
+    assert world.outcomes(worker, namespace, KEYS) == ["HIT"] * 3 + ["EVICTED"]
+
+
+@pytest.mark.parametrize("trouble", ["gone", "late", "failed", "own"])
+def test_what_nobody_has_after_a_forget_is_a_miss_and_nothing_waits_for_it(trouble: str) -> None:
+    world, worker, namespace = wait_for_room(lookup_deadline_ms=100)
+    salt = digest(world, namespace)
+    world.hold |= {ev.LookUpChunks}
+    heard(world, (salt, KEYS[3], b""), count=1)
+    world.finish()
+    assert coming(world) == [False, False, True, True]
+    assert world.held[-1].keys == (KEYS[3],)
+    if trouble == "gone":
+        del world.elsewhere["remote"][salt, KEYS[3]]
+        world.finish(world.held[-1])
+    elif trouble == "late":
+        world.tick(101)
+    elif trouble == "failed":
+        world.finish(world.held[-1], fails="connection refused")
+    else:
+        world.hold -= {ev.LookUpChunks}
+        world.ask(ev.Forget, worker, namespace, b"", KEYS[3:])
+        world.finish(world.held[-1])
+    while world.held:
+        world.finish()
+    assert coming(world) == [False] * 4
+    reason = {"late": "SLOW", "own": "FORGOTTEN"}.get(trouble, "EVICTED")
+    row = world.store.state.namespaces[namespace].index[KEYS[3]]
+    assert Reason(world.store.state.chunks.reason[row]).name == reason
+
+
+def test_a_source_that_is_left_alone_is_not_asked_anew() -> None:
+    world, _, namespace = wait_for_room(source_pause_ms=60_000)
+    heard(world, (digest(world, namespace), KEYS[3], b""), count=1)
+    world.store.sources.is_late("remote", "as told")
+    world.finish(fails="IO_ERROR")
+    assert not world.looked_up and coming(world) == [False] * 4
+
+
+def test_who_asks_while_sources_are_asked_anew_waits_for_their_answer() -> None:
+    world, worker, namespace = wait_for_room()
+    world.hold |= {ev.LookUpChunks}
+    heard(world, (digest(world, namespace), KEYS[3], b""), count=1)
+    world.finish()
+    world.ask(ev.Acquire, worker, namespace, KEYS[3:], wait_ms=1_000)
+    assert [effect.keys for effect in world.held if isinstance(effect, ev.LookUpChunks)] == [KEYS[3:]]
+    world.count = 1
+    while world.held:
+        world.finish()
     assert world.outcomes(worker, namespace, KEYS) == ["HIT"] * 4
 
 
