@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvstore.layout import NamespaceSpec
 from kvstore.types import ChunkKey
 
-IDLE_S = 0.002
+IDLE_S = 0.005
 """An engine that has nothing to compute but requests that wait for us would ask again and again: it burns a core, and
 keeps the threads that work for it from the interpreter's lock. So each side waits this long, or until there is news."""
 
