@@ -36,6 +36,12 @@ REMOTE_STORE = "remote"
 """Name of the REMOTE store among the sources beyond this node,"""
 PEERS = "peers"
 """and of the nodes beside it."""
+REMOTE_WRITES = {
+    "on-evict": "writes on-evict: what is about to leave DRAM",
+    "write-through": "writes write-through: everything, soon",
+    "off": "writes off: reads alone",
+}
+"""Values of remote_writes, as the daemon says at its start what they do."""
 CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 """Names the TOML file; all else with the prefix is a setting."""
 ONE_SEGMENT = "in one segment: it serves one model at a time, and what another saves meanwhile is FULL"
@@ -324,7 +330,7 @@ class StoreConfig:
                 value=self.ssd_bytes,
                 remedy="raise ssd_bytes or lower ssd_slab_bytes or ssd_index_bytes",
             )
-        if self.remote_writes not in ("on-evict", "write-through", "off"):
+        if self.remote_writes not in REMOTE_WRITES:
             raise ConfigError(
                 'must be "on-evict", "write-through" or "off"',
                 field="remote_writes",

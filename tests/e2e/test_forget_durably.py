@@ -88,6 +88,7 @@ def test_a_forget_says_whether_a_restart_could_bring_it_back(
         assert there(client, "secret", 7) == (False, "NEVER_SEEN")
 
 
+@pytest.mark.timeout(600)  # of a machine that does much else
 @pytest.mark.parametrize(("burst", "entries"), [(100, 1), (2_000, 1), (100, 100)])
 def test_an_index_full_of_sessions_lets_the_oldest_give_way(
     start: Callable[..., Any], run_dir: Path, burst: int, entries: int
