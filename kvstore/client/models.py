@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from kvstore import wire
 from kvstore.client.prompts import EXACT, prompt_keys
@@ -14,20 +14,27 @@ from kvstore.keys import Tokens
 from kvstore.types import ChunkKey, NamespaceId
 from kvstore.v1 import stats_pb2, stats_pb2_grpc
 
-if TYPE_CHECKING:
-    from kvstore.client.sync import Client
-
 FRESH_S = 1.0
 """Whoever is not told by the daemon that a namespace was opened looks again after so long."""
 HASHED_MAX = 16
 """Namespaces of a model, those that were opened last, for which keys are made of token ids."""
 
 
+class Caller(Protocol):
+    """A client, as far as it is needed here."""
+
+    @property
+    def boot_id(self) -> bytes: ...
+    @property
+    def tenant(self) -> str: ...
+    def unary(self, stub: Any, method: str, request: Any, *, timeout_s: float | None = None) -> Any: ...
+
+
 class Models:
     """The namespaces that a client's tenant has, by model: asked for once, and again when something tells that they are
     others. Thread-safe."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Caller) -> None:
         self._client = client
         self._lock = threading.Lock()
         self._rows: Sequence[stats_pb2.NamespaceStats] = ()
@@ -82,7 +89,7 @@ def prompts_of(
 ) -> list[tuple[NamespaceId, list[ChunkKey]]]:
     """Keys of all full chunks of a prompt, in each of the namespaces whose hashes are known here, in their order.
     Raises Unsupported and BadRequest where there is none."""
-    found = []
+    found: list[tuple[NamespaceId, list[ChunkKey]]] = []
     problem: StoreError | None = None
     for row in rows:
         if len(found) == HASHED_MAX:

@@ -254,7 +254,7 @@ class Client:
                 return reply
             # One was opened since we looked. If keys were made of token ids, it needs its own.
             self._models.forget()
-            named = getattr(message, "hints", None) or getattr(message, "actions", ())
+            named: Sequence[Any] = getattr(message, "hints", ()) or getattr(message, "actions", ())
             if not any(each.prompts for each in named):
                 return reply
             if getattr(message, "number", 0):

@@ -8,7 +8,7 @@ number of shards) is the core's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -407,7 +407,7 @@ def _key_count(named: hints_pb2.Hint | hints_pb2.HintAction) -> int:
 
 
 def _prompts(
-    field: str, named: Sequence[hints_pb2.Hint] | Sequence[hints_pb2.HintAction], by_model: bool
+    field: str, named: Iterable[hints_pb2.Hint | hints_pb2.HintAction], by_model: bool
 ) -> tuple[tuple[events.Prompt, ...], ...]:
     """None at all where none has any."""
     if not any(each.prompts for each in named):

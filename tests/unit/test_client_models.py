@@ -28,7 +28,7 @@ class Daemon:
         self.sessions: dict[bytes, int] = {}
         self.asked: list[str] = []
         self.heard: list[Any] = []
-        self._models = Models(self)  # type: ignore[arg-type]  # likewise
+        self._models = Models(self)
 
     def opened(
         self, number: int, chunk_tokens: int = 4, *, tenant: str = "alice", protocol: str = "kvs.exact.v1"
