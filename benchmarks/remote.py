@@ -4,12 +4,14 @@ notice of a Redis that hangs, and a good caller of an attack.
 `redis`, `s3` (moto): records of 2 MiB, four at a time, by as many threads. The bare client (redis-py with hiredis;
 obstore) moves the same bytes and looks at none of them; the tier describes, verifies and copies them from and into
 slots, and packs four into one object of an S3. `hits`: one thread reads 16 hot chunks of 64 KiB of a real daemon all
-the time, another asks for chunks that nobody has, while Redis is well, and then while it is stopped (SIGSTOP).
+the time, another asks for chunks that nobody has and saves others (20 a second), while Redis is well and in turns while
+it is killed, stopped (SIGSTOP), full (maxmemory), behind a link of 1 KB/s, wiped, or cut off without a word.
 `attack`: the same reads, and look-ups by a caller over TLS with a token, while attackers come to the same port:
 handshakes that end in nothing, plaintext, no token, wrong tokens. They are on other machines: here on a core that this
 process does not use (--attackers-core), with so many attempts a second.
 
-    python benchmarks/remote.py [--parts redis s3 hits attack] [--quick] [--json]
+    python benchmarks/remote.py [--parts redis s3 hits attack] [--faults killed stopped filled slow wiped cut] [--quick]
+                                [--json]
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,7 @@ from kvstore.types import ChunkKey, DiskResult, Extent, Extents, NamespaceId, Op
 from kvstore.v1 import store_pb2
 from tests.distributed.servers import BUCKET, S3
 from tests.e2e import certificates
+from tests.link import Link
 
 RECORD = 2 << 20
 PER_OP = 4
@@ -64,6 +68,8 @@ CHUNK = 64 << 10
 HOT = 16
 SPEC = NamespaceSpec("bench", b"w", "bytes", 16, (GroupSpec("full", CHUNK),))
 PARTS = ("redis", "s3", "hits", "attack")
+FAULTS = ("killed", "stopped", "filled", "slow", "wiped", "cut")
+SLOW_BYTES_PER_S = 1_000
 TOKEN = "token of the worker of this benchmark"
 ACCESS = """[[identity]]
 name = "worker"
@@ -76,6 +82,7 @@ token_file = "worker.token"
 def main() -> int:
     options = arguments(__doc__)
     options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    options.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     options.add_argument(
         "--attackers-core", type=int, default=None, help="where they run; not told: where this does"
     )
@@ -95,14 +102,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvs-") as name:
         folder = Path(name)
         if "redis" in chosen.parts:
-            with server(folder) as (url, _):
+            with Redis(folder) as server:
                 for salt in (b"", b"s" * 32):
-                    results += throughput(RedisUnderTest(url), salt, total, rounds)
+                    results += throughput(RedisUnderTest(server.url), salt, total, rounds)
         if "s3" in chosen.parts:
             results += on_s3(total // 2, rounds)
         if "hits" in chosen.parts:
-            with server(folder) as (url, pid):
-                results.append(dram_hits(folder, url, pid, seconds))
+            results += dram_hits(
+                folder, seconds / 2 if chosen.quick else seconds, chosen.faults, chosen.attackers_core
+            )
         if "attack" in chosen.parts:
             results += attacked(folder, seconds, chosen.attackers_core)
     for row in results:
@@ -122,37 +130,57 @@ def goal_of(row: dict[str, Any]) -> Goal:
     what, ratio = row["what"], row["ratio"]
     match row["part"]:
         case "hits":
-            return Goal("p99 of DRAM hits while Redis hangs", ratio, "x of when it is well", P99_GOAL, "<=")
+            return Goal(f"p99 of {what}", ratio, "x of when it is well", P99_GOAL, "<=")
         case "attack":
             return Goal(f"p99 of {what} under attack", ratio, "x of without", ATTACKED_GOAL, "<=")
         case store:
             return Goal(f"{store}: {what} against the bare client", ratio, "x", RATIO_GOAL, ">=")
 
 
-@contextmanager
-def server(folder: Path) -> Iterator[tuple[str, int]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = subprocess.Popen(
-        ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)],
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        client = redis.Redis(port=port)
+class Redis:
+    """A server on a port that stays."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.client = redis.Redis(port=self.port)
+        self._folder = folder
+        self.start()
+
+    def __enter__(self) -> Redis:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [
+                *("redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""),
+                *("--dir", str(self._folder)),
+            ],
+            stdout=subprocess.DEVNULL,
+        )
         until = time.monotonic() + 30
         while True:
             try:
-                client.ping()
+                self.client.ping()
                 break
             except redis.ConnectionError:
                 assert time.monotonic() < until, "redis-server does not answer"
                 time.sleep(0.05)
-        yield f"redis://127.0.0.1:{port}/0", process.pid
-    finally:
-        os.kill(process.pid, signal.SIGCONT)
-        process.kill()
-        process.wait()
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 class Memory:
@@ -331,13 +359,35 @@ def throughput(
     return results
 
 
-def dram_hits(folder: Path, url: str, pid: int, seconds: float) -> dict[str, Any]:
-    remote = (f"--remote-url={url}", "--remote-writes=write-through", "--remote-deadline-ms=1000")
-    try:
-        with daemon(folder / "hits", *remote) as client:
-            return _measure(client, pid, seconds)
-    finally:
-        os.kill(pid, signal.SIGCONT)
+def dram_hits(folder: Path, seconds: float, faults: Sequence[str], core: int | None) -> list[dict[str, Any]]:
+    """A row for each of `faults`: periods without and with it in turns."""
+    rows = []
+    with Redis(folder) as server, Link(server.port) as link:
+        link.runs_on(core)
+        for fault in faults:
+            remote = (f"--remote-url=redis://127.0.0.1:{link.port}/0", "--remote-writes=write-through")
+            with daemon(folder / f"hits-{fault}", *remote, "--remote-deadline-ms=1000") as client:
+                rows.append(_measure(client, seconds, fault, *_happens(fault, server, link)))
+            server.client.flushall()
+    return rows
+
+
+def _happens(fault: str, server: Redis, link: Link) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """How it begins, and how it ends."""
+    match fault:
+        case "killed":
+            return server.kill, server.start
+        case "stopped":
+            return server.stop, server.go_on
+        case "filled":
+            limit = partial(server.client.config_set, "maxmemory")
+            return partial(limit, "1mb"), partial(limit, "0")
+        case "slow":
+            return partial(link.slow, SLOW_BYTES_PER_S), link.well
+        case "wiped":
+            return server.client.flushall, lambda: None
+        case _:
+            return link.cut, link.well
 
 
 @contextmanager
@@ -513,7 +563,9 @@ def _hot(client: Client) -> tuple[Namespace, list[ChunkKey]]:
     return space, keys
 
 
-def _measure(client: Client, pid: int, seconds: float) -> dict[str, Any]:
+def _measure(
+    client: Client, seconds: float, fault: str, begins: Callable[[], Any], ends: Callable[[], Any]
+) -> dict[str, Any]:
     space, keys = _hot(client)
     asking = threading.Event()
     asking.set()
@@ -521,23 +573,23 @@ def _measure(client: Client, pid: int, seconds: float) -> dict[str, Any]:
     asker.start()
     _reads(space, keys, 0.5)
     well: list[float] = []
-    hung: list[float] = []
+    struck: list[float] = []
     for _ in range(3):
         well += _reads(space, keys, seconds / 3)
-        os.kill(pid, signal.SIGSTOP)
-        hung += _reads(space, keys, seconds / 3)
-        os.kill(pid, signal.SIGCONT)
+        begins()
+        struck += _reads(space, keys, seconds / 3)
+        ends()
         _reads(space, keys, 1.0)  # it is found again
     asking.clear()
     asker.join()
     return {
         "part": "hits",
-        "what": "DRAM reads",
+        "what": f"DRAM reads, Redis {fault}",
         "signed": False,
         "well_p99_ms": _p99(well),
-        "hung_p99_ms": _p99(hung),
-        "hung_max_ms": 1_000 * max(hung),
-        "ratio": _p99(hung) / _p99(well),
+        "struck_p99_ms": _p99(struck),
+        "struck_max_ms": 1_000 * max(struck),
+        "ratio": _p99(struck) / _p99(well),
     }
 
 
@@ -555,13 +607,19 @@ def _reads(space: Namespace, keys: Any, seconds: float) -> list[float]:
 
 
 def _ask(space: Namespace, going: threading.Event) -> None:
-    """For conversations that nobody has: each has to be looked up."""
+    """For conversations that nobody has, so that each has to be looked up, and saves the beginning of it."""
     number = 0
     while going.is_set():
         number += 1
         tokens = np.arange(16 * 8)
         tokens[0] = (1 << 31) + number
-        space.match(space.keys(tokens))
+        keys = space.keys(tokens)
+        space.match(keys)
+        with space.write(keys[:1]) as batch:
+            for index in batch.granted:
+                batch.buffer(index)[:] = number % 256
+            if batch.granted:
+                batch.commit()
         time.sleep(0.05)
 
 

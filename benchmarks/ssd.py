@@ -72,7 +72,7 @@ SYNC_BYTES = 32 * MIB
 GOALS = {"promote": 0.85, "demote": 0.8}
 """Share of fio's speed, for chunks of 2 MiB; mean of both orders."""
 GOAL_CHUNK = 2 * MIB
-COLD_SHARE_MIN = 0.5
+COLD_SHARE_MIN = 0.25
 """Of a part, what has to be on SSD only when it is promoted."""
 CAPACITIES = 10
 

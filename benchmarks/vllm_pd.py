@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,9 @@ def main() -> int:
         "--model", type=Path, help="Hugging Face folder (default: the one that `make demo` made)"
     )
     parser.add_argument("--rounds", type=int, help="default 5, or 2 with --quick")
+    parser.add_argument(
+        "--lengths", help="of the prompts, in tokens, with commas between (default: 264,1032,2056,4104)"
+    )
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine is not None:
@@ -78,7 +82,9 @@ def main() -> int:
     if options.model is None and not models:
         parser.error("no model: give one with --model, or run `make demo` once")
     model = options.model or models[0]
-    lengths = QUICK if options.quick else LENGTHS
+    lengths: Sequence[int] = QUICK if options.quick else LENGTHS
+    if options.lengths:
+        lengths = tuple(int(length) for length in options.lengths.split(","))
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     engines: dict[str, Engine] = {}
     stores: list[subprocess.Popen[bytes]] = []

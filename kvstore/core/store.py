@@ -720,7 +720,8 @@ def _check_engine_group(group: EngineGroup, spec: NamespaceSpec) -> None:
                     f"another member of engine group {group.name!r} opened it differently: {'; '.join(differences)}",
                     field="namespace",
                     value=spec.model,
-                    remedy="all ranks of an engine must send the same namespace",
+                    remedy="all ranks of an engine must send the same namespace; a process that serves two of one name "
+                    "opens each by another connect()",
                 )
 
 

@@ -20,7 +20,7 @@ from kvstore.core.policies.expected import Expected
 from kvstore.core.policies.hints import Hints
 from kvstore.core.pool import Pool, Segment
 from kvstore.core.quotas import Quotas
-from kvstore.core.remote.forgets import Forgets
+from kvstore.core.remote.forgets import Channel, Forgets
 from kvstore.core.remote.saves import RemoteSaves
 from kvstore.core.remote.sessions import SharedSessions
 from kvstore.core.remote.sources import Sources
@@ -518,6 +518,11 @@ def _never_noted(original: Original) -> Any:
     return lambda forgets: None
 
 
+def _told_when_answered(original: Original) -> Any:
+    """What a source could not be told counts as told."""
+    return property(lambda channel: channel.answered)
+
+
 def _not_anew(original: Original) -> Any:
     """What a node heard of as forgotten while it was on its way is a miss, though it was saved again since."""
     return lambda sources, row: False
@@ -539,6 +544,7 @@ FLEET_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "heed-none": (Journal, "behind", _heeds_none),
     "purge-spares-ssd": (Forgets, "purge_row", _spares_ssd),
     "saved-again-is-slow": (Sources, "_is_to_ask_anew", _not_anew),
+    "untold-is-done": (Channel, "told", _told_when_answered),
 }
 """What only a run with other nodes finds."""
 

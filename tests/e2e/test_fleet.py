@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,9 @@ from kvstore.keys import ROOT
 from kvstore.layout import GroupSpec, LayerSlice, NamespaceSpec
 from kvstore.types import ChunkKey, Outcome, Reason
 
-from ..fleet_tools import BOUND_S, SECRET, RedisServer, eventually, needs_redis, redis_server
+from ..fleet_tools import BOUND_S, SECRET, RedisServer, eventually, free_port, needs_redis, redis_server
 from . import forked
+from .remote_tools import SlowLine
 
 pytestmark = needs_redis
 SHARD = 64 << 10
@@ -85,6 +87,11 @@ class Member:
                     batch.buffer(index, shard)[:] = content(keys[first + index], shard)
             assert batch.commit().ok
 
+    def saves(self, keys: list[ChunkKey], first: int) -> bool:
+        """Whether all of them are there now: the arena grows as it is used."""
+        self.save(keys, first)
+        return self.knows(keys)
+
     def knows(self, keys: list[ChunkKey]) -> bool:
         """Whether a lookup finds them all, here or elsewhere."""
         return self.space.match(keys).usable == len(keys)
@@ -145,6 +152,38 @@ def test_a_conversation_moves_from_node_to_node(join: Callable[..., Member]) -> 
     c.turn(64 * 9, chunks=9)
     assert c.computed == 1
     assert c.counter("remote_chunks_fetched") == 8
+
+
+@pytest.mark.timeout(600)  # of a machine that does much else
+def test_a_peer_behind_a_slow_link_gives_all_it_holds_and_is_not_left_alone(
+    join: Callable[..., Member],
+) -> None:
+    """20 MiB at 2 MB/s, of which at most 8 s are waited for: asked for at once they would be late. What is here is
+    read on meanwhile."""
+    port = free_port()
+    line = SlowLine(port)
+    room = {"dram_bytes": 64 << 20, "segment_bytes": 4 << 20, "pin_share_max": 1.0, "reserve_share_max": 0.5}
+    try:
+        a = join("a", peer_address=f"127.0.0.1:{port}", peer_advertise=f"127.0.0.1:{line.port}", **room)
+        b = join("b", peer_deadline_ms=8_000, remote_deadline_ms=8_000, **room)
+        keys = a.space.keys(np.arange(64 * 160))
+        for first in range(0, len(keys), 32):
+            eventually(lambda first=first: a.saves(keys[: first + 32], first), "there is room")
+        own = b.space.keys(np.arange(64 * 8) + (1 << 20))
+        b.save(own)
+        eventually(lambda: b.knows(keys), "b learns what a holds")
+        line.bytes_per_s = 2_000_000
+        with ThreadPoolExecutor(1) as pool:
+            coming = pool.submit(b.load, keys)
+            reads = 0
+            while not coming.done():
+                assert b.load(own) == len(own)
+                reads += 1
+                time.sleep(0.05)
+        assert coming.result() == len(keys)
+        assert reads and not b.counter("remote_trips") and not b.counter("remote_fetches_late")
+    finally:
+        line.close()
 
 
 def test_what_one_node_forgets_no_other_serves(join: Callable[..., Member], tmp_path: Path) -> None:

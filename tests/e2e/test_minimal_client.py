@@ -51,6 +51,24 @@ def test_the_minimal_client_runs_as_pasted(start_daemon, run_dir):
         )
 
 
+@pytest.mark.parametrize(
+    ("page", "says"),
+    [
+        (README, ["saved 1048576 bytes", "loaded 1048576 bytes", "put and got 1048576 bytes"]),
+        (ROOT / "docs" / "asyncio.md", ["4 chunks loaded", "ACCEPTED"]),
+    ],
+    ids=["proto", "asyncio"],
+)
+def test_what_is_on_ssd_alone_after_a_restart_is_loaded(start_daemon, run_dir, tmp_path, page, says):
+    settings = {"ssd_dir": tmp_path / "ssd", "ssd_bytes": 256 << 20, "ssd_slab_bytes": 32 << 20}
+    daemon = start_daemon(**settings, drain_ms=20_000)
+    assert run(run_dir, page).stdout.splitlines() == says
+    assert daemon.stop() == 0
+    start_daemon(**settings)
+    ended = run(run_dir, page)
+    assert (ended.stdout.splitlines(), ended.stderr) == (says, "")
+
+
 def test_the_minimal_client_says_why_it_is_refused(start_daemon, run_dir):
     start_daemon(protection="group")
     ended = run(run_dir)

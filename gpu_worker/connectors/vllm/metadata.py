@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvstore.layout import NamespaceSpec
 from kvstore.types import ChunkKey
 
-IDLE_S = 0.002
+IDLE_S = 0.005
 """An engine that has nothing to compute but requests that wait for us would ask again and again: it burns a core, and
 keeps the threads that work for it from the interpreter's lock. So each side waits this long, or until there is news."""
 
@@ -71,6 +71,9 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     saves: list[Save] = field(default_factory=list)
     fresh: set[int] = field(default_factory=set)
     """Layer-wise only: blocks whose content is made anew from this step on, whatever they held before."""
+    written: set[int] | None = None
+    """Blocks that vLLM gave to requests for this step, of whomever: it writes no others that were full. None: not
+    known."""
     spec: NamespaceSpec | None = None
     """Sent when it changes: all ranks use the one that the scheduler's side made."""
     idle: bool = False

@@ -596,7 +596,8 @@ class ChunksStored:
 
 @dataclass(frozen=True, slots=True)
 class ChunksForgotten:
-    """A ForgetChunks was carried out; or (`why`) it is noted on this node, and the store is told when it is back."""
+    """A ForgetChunks was carried out; or (`why`) it is noted on this node, and the store is told when it is back: then
+    this comes once more, without a reason."""
 
     op: OpId
     why: str = ""
@@ -626,6 +627,8 @@ class ForgottenElsewhere:
     """How long ago the source was asked."""
     heeded: Heeded | None = None
     """How far this node's journal goes, with these; None: it keeps none."""
+    untold: int = 0
+    """Forgets of this node that the source does not know yet, by its journal: those of before the start, too."""
 
 
 @dataclass(frozen=True, slots=True)
