@@ -1,8 +1,12 @@
 """All of the kernels that needs a GPU, in one call: is it right on the device, and how fast.
 
-1. Correct, in float16 and bfloat16, with NaN wherever nothing was written: decode and prefill attention against fp64
-   from the sequences as told, rotate against fp64, gather and scatter bit by bit; repeated runs and moved chunks give
-   the same bits; a captured CUDA graph stays right while sequences grow.
+1. The engine: `BatchEngine`, with graphs, against Hugging Face's `generate` on the same device, also with 256 sequences
+   at a time. The way to the store: registration of host memory, copies from pinned, registered and ordinary memory, one
+   by one and in batches, each beside the link's own rate; the self-check that a worker makes before it trusts a device.
+   Correct, in float16 and bfloat16, with NaN wherever nothing was written: decode and prefill attention against fp64
+   from the sequences as told, also in layers of more than 2^31 elements, with contexts of 32,768 and 131,072 tokens,
+   logits of 10^4, and on another stream than the current one; rotate against fp64, gather and scatter bit by bit;
+   repeated runs and moved chunks give the same bits; a captured CUDA graph stays right while sequences grow.
 2. What a plan costs: a token more, a join and a leave, the plan of a prefill.
 3. Tile shapes: a few of each kernel; `--tiles FILE` writes the best ones, as kernels/tiles.py has them.
 4. Fast: decoding at the points of ChunkAttention's Table 3 (arXiv 2402.15220; 32 sequences, 32 heads of 128, chunks of
@@ -10,7 +14,9 @@
    once; prefill as share of a large matrix product's rate; rotate, gather and scatter beside a copy of the same bytes.
    Medians over graph replays with a cold L2. Beside them: torch's attention on unshared copies, and FlashInfer where it
    can be imported.
+5. Where the time of a turn goes: `--trace FILE` writes one of the engine for chrome://tracing.
 
+Needed on the machine: this checkout, and `pip install -e .[daemon]` beside a torch for CUDA, transformers and triton.
 Each section has its share of the time; what does not fit in is left out and named, and what fails is told and stops
 nothing else. The JSON object is written to `--into` after every step. Without a GPU it says so and ends well.
 `--dry-run` does all of it on the CPU with small shapes, to see that it runs; its figures mean nothing.
@@ -102,6 +108,9 @@ DRY = Setting(
 DECODE_TILES = [(32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 8, 3)]
 PREFILL_TILES = [(32, 8, 4), (64, 8, 2), (64, 8, 3), (64, 4, 2), (128, 8, 2), (32, 4, 4)]
 PEERS_TOLERANCE = 2e-2
+ONLY_CORRECT = ("device", "engine", "store", "correct")
+CLEAR = 0.25
+"""A token whose logit is less above the second one than that may be another one for one that rounds otherwise."""
 
 
 def main() -> int:
@@ -114,17 +123,18 @@ def main() -> int:
     options.add_argument(
         "--tiles", type=Path, help="write the best tile shapes there, as kernels/tiles.py has them"
     )
+    options.add_argument("--trace", type=Path, help="write where a turn's time goes, for chrome://tracing")
     options.add_argument("--dry-run", action="store_true", help="on the CPU, with small shapes")
     chosen = options.parse_args()
     on = DRY if chosen.dry_run else Setting()
     results: list[Row] = []
     if on.real and not torch.cuda.is_available():
-        print("no GPU here: nothing to check")
+        print("no GPU here: nothing was checked (--dry-run goes through all of it on the CPU)")
     else:
-        check = Check(on)
+        check = Check(on, chosen.trace)
         sections = check.sections()
         if chosen.only_correct:
-            sections = sections[:2]
+            sections = [each for each in sections if each[0] in ONLY_CORRECT]
         begun = time.monotonic()
         share = 0.0
         for name, part, steps in sections:
@@ -139,7 +149,7 @@ def main() -> int:
     wrong = [
         row
         for row in results
-        if "error" in row and (row["section"] == "correct" or "differs" in row["error"])
+        if "error" in row and (row["section"] in ONLY_CORRECT or "differs" in row["error"])
     ]
     told = report(__file__, results, [])
     written(chosen.into, results)
@@ -173,21 +183,25 @@ def written(into: Path | None, results: list[Row]) -> None:
 class Check:
     """All sections of one run."""
 
-    def __init__(self, on: Setting) -> None:
+    def __init__(self, on: Setting, trace: Path | None = None) -> None:
         self.on = on
+        self.trace = trace
         self.speeds: dict[str, float] = {}
         self.best: dict[str, dict[tiles.Key, tiles.Tile]] = {"DECODE": {}, "PREFILL": {}}
 
     def sections(self) -> list[tuple[str, float, Callable[[], Steps]]]:
         """(name, share of the time, steps)"""
         return [
-            ("device", 0.05, self.device),
-            ("correct", 0.30, self.correct),
-            ("plans", 0.03, self.plans),
-            ("tiles", 0.22, self.tile_shapes),
-            ("decode", 0.22, self.decode),
-            ("prefill", 0.12, self.prefill),
-            ("copies", 0.06, self.copies),
+            ("device", 0.04, self.device),
+            ("engine", 0.14, self.engine),
+            ("store", 0.08, self.store),
+            ("correct", 0.26, self.correct),
+            ("plans", 0.02, self.plans),
+            ("decode", 0.18, self.decode),
+            ("tiles", 0.14, self.tile_shapes),
+            ("prefill", 0.09, self.prefill),
+            ("copies", 0.03, self.copies),
+            ("trace", 0.02, self.traced),
         ]
 
     def dtypes(self) -> list[torch.dtype]:
@@ -227,6 +241,220 @@ class Check:
         self.speeds["flops"] = 2 * size**3 / self.seconds(self.captured(lambda: a @ b))
         return {"tflop_per_s": round(self.speeds["flops"] / 1e12, 1)}
 
+    # -- the engine
+
+    def engine(self) -> Steps:
+        for dtype in self.dtypes():
+            name = str(dtype).removeprefix("torch.")
+            yield f"as generate: {name}", partial(self.as_generate, dtype, 12 if self.on.real else 3)
+        yield "256 sequences at a time", partial(self.as_generate, torch.bfloat16, 256 if self.on.real else 5)
+
+    def model(self, dtype: torch.dtype) -> Any:
+        """Of a small Llama's shape, random: what it says is noise, and the same noise from all."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        size = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "head_dim": 64}
+        if not self.on.real:
+            size = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
+        config = LlamaConfig(
+            vocab_size=8192,
+            num_hidden_layers=4,
+            num_key_value_heads=size["num_attention_heads"] // 4,
+            max_position_embeddings=4096,
+            initializer_range=0.05,
+            eos_token_id=None,
+            **size,
+        )
+        return LlamaForCausalLM(config).to(dtype).eval().to(self.on.device)
+
+    def prompts(self, count: int) -> list[list[int]]:
+        """Half of them begin alike."""
+        draw = random.Random(count)
+        common = [draw.randrange(8192) for _ in range(300 if self.on.real else 20)]
+        longest = 400 if self.on.real else 30
+        return [
+            [
+                *(common if number % 2 else ()),
+                *(draw.randrange(8192) for _ in range(draw.randint(2, longest))),
+            ]
+            for number in range(count)
+        ]
+
+    def as_generate(self, dtype: torch.dtype, count: int) -> Row:
+        from kvstore.gpu_worker.batching import BatchEngine
+
+        model, prompts, answer = self.model(dtype), self.prompts(count), 24 if self.on.real else 6
+        chunk = 64 if self.on.real else 16
+        chunks = sum(len(prompt) // chunk + 3 for prompt in prompts)
+        engine = BatchEngine(model, pool_chunks=chunks, chunk_tokens=chunk, sequences_max=count)
+        try:
+            numbers = {
+                engine.add(prompt, answer): prompt_number for prompt_number, prompt in enumerate(prompts)
+            }
+            said: dict[int, list[tuple[int, float]]] = {number: [] for number in range(count)}
+            began = time.perf_counter()
+            for output in engine.run():
+                said[numbers[output.request]].append((output.token, output.gap))
+            self.synchronize()
+            row: Row = {"tokens_per_s": round(count * answer / (time.perf_counter() - began), 1)}
+            graphs = engine._forward.graphs
+            row["graphs"] = dict(graphs.counters) if graphs is not None else {}
+        finally:
+            engine.close()
+        unclear = compared = 0
+        for number, prompt in enumerate(prompts[:24]):
+            ids = torch.tensor([prompt], device=self.on.device)
+            with torch.inference_mode():
+                answers = model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=answer,
+                    do_sample=False,
+                    pad_token_id=0,
+                )
+            for place, ((token, gap), other) in enumerate(
+                zip(said[number], answers[0, len(prompt) :].tolist(), strict=True)
+            ):
+                compared += 1
+                if token != other:
+                    if gap > CLEAR:
+                        raise AssertionError(
+                            f"prompt {number} of {len(prompt)} tokens differs at token {place} of the answer: {token}, "
+                            f"{gap:.3f} above the second; generate says {other}"
+                        )
+                    unclear += 1
+                    break  # from here on they answer different texts
+        return row | {"compared": compared, "unclear": unclear}
+
+    def traced(self) -> Steps:
+        if self.trace is not None:
+            yield "one turn of the engine", self.trace_turn
+
+    def trace_turn(self) -> Row:
+        from torch.profiler import ProfilerActivity, profile
+
+        from kvstore.gpu_worker.batching import BatchEngine
+
+        engine = BatchEngine(self.model(torch.bfloat16), pool_chunks=64, chunk_tokens=16, sequences_max=4)
+        try:
+            engine.turn("", list(range(100)), 8)
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on.real else [])]
+            with profile(activities=activities) as profiled:
+                engine.turn("", list(range(50, 150)), 8)
+                self.synchronize()
+        finally:
+            engine.close()
+        assert self.trace is not None
+        profiled.export_chrome_trace(str(self.trace))
+        return {"bytes": self.trace.stat().st_size}
+
+    # -- the way to the store
+
+    def store(self) -> Steps:
+        yield "registration", self.registration
+        yield "copies between host and device", self.link
+        yield "self-check", self.self_check
+
+    def registration(self) -> Row:
+        """Of memory as the arena is: a memfd, mapped and touched."""
+        size = 1 << 30 if self.on.real else 1 << 16
+        memory = shared_memory(size)
+        if not self.on.real:
+            return {"bytes": size}
+        device = self.cuda()
+        try:
+            began = time.perf_counter()
+            device.register(memory)
+            row: Row = {"s_per_gib": round(time.perf_counter() - began, 3)}
+            began = time.perf_counter()
+            device.unregister(memory.ctypes.data)
+            return row | {"unregistering_s_per_gib": round(time.perf_counter() - began, 3)}
+        finally:
+            device.close()
+
+    def link(self) -> Row:
+        """GB/s of slices as a load copies them, by how they are asked for and where they lie."""
+        import numpy as np
+
+        from kvstore.gpu_worker.device import CpuDevice
+
+        count, size = (512, 256 << 10) if self.on.real else (4, 1 << 10)
+        device: Any = self.cuda() if self.on.real else CpuDevice()
+        mapped = shared_memory(count * size)
+        if self.on.real:
+            device.register(mapped)
+        card = torch.empty(count, size, dtype=torch.uint8, device=self.on.device)
+        places = {
+            "registered": mapped,
+            "pinned": device.buffer(count * size),
+            "ordinary": np.ones(count * size, np.uint8),
+        }
+        stream = device.stream("gpu-check")
+        row: Row = {"slices": count, "slice_bytes": size}
+        row["batches"] = getattr(device, "_batched", None) is not None
+        try:
+            for name, memory in places.items():
+                pairs = [(card[n], memory[n * size : (n + 1) * size]) for n in range(count)]
+                back = [(here, there) for there, here in pairs]
+                whole = torch.from_numpy(memory)
+                ways: dict[str, Callable[[], object]] = {
+                    "in": lambda pairs=pairs: device.copy_all_in(pairs),
+                    "in_one_by_one": lambda pairs=pairs: [device.copy_in(*pair) for pair in pairs],
+                    "in_as_a_whole": lambda whole=whole: card.view(-1).copy_(whole, non_blocking=True),
+                    "out": lambda back=back: device.copy_all_out(back),
+                }
+                for way, call in ways.items():
+                    took = []
+                    for _ in range(4):
+                        began = time.perf_counter()
+                        stream.run(call)
+                        stream.record().synchronize()
+                        took.append(time.perf_counter() - began)
+                    row[f"{name}_{way}_gb_per_s"] = round(count * size / min(took) / 1e9, 2)
+        finally:
+            if self.on.real:
+                device.unregister(mapped.ctypes.data)
+            device.close()
+        best = row["registered_in_as_a_whole_gb_per_s"]
+        return row | {"of_link": round(row["registered_in_gb_per_s"] / best, 3) if best else 0.0}
+
+    def self_check(self) -> Row:
+        """As `kvctl doctor gpu` and a worker do it, with a daemon of its own."""
+        from turns import daemon
+
+        from kvstore.client import connect
+        from kvstore.gpu_worker.device import CpuDevice
+        from kvstore.gpu_worker.segments import Segments
+        from kvstore.gpu_worker.self_check import GEOMETRIES, check
+
+        row: Row = {}
+        with daemon() as run_dir:
+            device: Any = self.cuda() if self.on.real else CpuDevice()
+            segments = Segments(device)
+            try:
+                with connect(run_dir, timeout_s=30.0) as client:
+                    segments.attach(client)
+                    where = torch.device(self.on.device, 0) if self.on.real else torch.device("cpu")
+                    passed = [
+                        check(device, where, geometry, client.open, path=segments.path)
+                        for geometry in GEOMETRIES
+                    ]
+                row = {
+                    "path": segments.path.value,
+                    "reads_read_only": device.registers_read_only,
+                    "bytes": sum(one.bytes for one in passed),
+                }
+            finally:
+                segments.close()
+                device.close()
+        return row
+
+    def cuda(self) -> Any:
+        from kvstore.gpu_worker.cuda import CudaDevice
+
+        return CudaDevice(torch.device("cuda", 0))
+
     # -- is it right
 
     def correct(self) -> Steps:
@@ -257,6 +485,10 @@ class Check:
             for layout in ("ours", "tokens first"):
                 name = f"gather and scatter: {dtype}, {layout}".replace("torch.", "")
                 yield name, partial(self.correct_pages, dtype, layout)
+        yield "decode and prefill: layers of more than 2^31 elements", self.far_chunks
+        for tokens in (32_768, 131_072) if self.on.real else (200,):
+            yield f"decode: {tokens} tokens", partial(self.long_context, tokens)
+        yield "decode and prefill: logits of 10^4, on another stream", self.large_logits
         for seed, shape in enumerate(shapes):
             for dtype in self.dtypes():
                 for kind, attend in (("decode", self.correct_decode), ("prefill", self.correct_prefill)):
@@ -326,6 +558,72 @@ class Check:
         row = self.compared(out, exact, plain) | self.same_bits(out, attend, pool, sequences)
         cut = attend(pool, sequences, tile_queries=tile, split_tokens=2 * chunk_tokens)
         return row | {"max_error_when_cut": self.compared(cut, exact, plain)["max_error"]}
+
+    def both(
+        self, pool: torch.Tensor, sequences: Sequences, q: torch.Tensor, scale: float | None = None
+    ) -> list[torch.Tensor]:
+        """Decode's and prefill's results, of the sequences' last tokens."""
+        batch, chunk_tokens = len(sequences), pool.shape[3]
+        forest = self.forest(sequences, batch, len(pool), chunk_tokens, 16, split_tokens=4 * chunk_tokens)
+        keys, values = pool.unbind(1)
+        new = dict.fromkeys(sequences, 1)
+        return [
+            decode_attention(q, keys, values, forest.plan(), scale=scale),
+            prefill_attention(q, keys, values, forest.prefill(new), scale=scale),
+        ]
+
+    def far_chunks(self) -> Row:
+        """The same chunks at both ends of a layer give the same bits."""
+        kv_heads, chunk_tokens, head_dim, own = 8, 64, 128, 6
+        elements = 2 * kv_heads * chunk_tokens * head_dim
+        chunks = (1 << 31) // elements + 64 if self.on.real else 64
+        if self.on.real and torch.cuda.mem_get_info()[0] < 2.2 * chunks * elements:
+            return {"left_out": "not enough memory"}
+        pool = torch.empty(
+            chunks, 2, kv_heads, chunk_tokens, head_dim, dtype=torch.float16, device=self.on.device
+        )
+        pool[:own] = self.randn(1, own, 2, kv_heads, chunk_tokens, head_dim).half()
+        pool[-own:] = pool[:own]
+        q = self.randn(2, 1, 4 * kv_heads, head_dim).half()
+        tokens = own * chunk_tokens - 5
+        near = self.both(pool, {0: (list(range(own)), tokens)}, q)
+        far = self.both(pool, {0: (list(range(chunks - own, chunks)), tokens)}, q)
+        if not all(torch.equal(one, other) for one, other in zip(near, far, strict=True)):
+            raise AssertionError("what is far in memory differs")
+        return {"elements": pool.numel(), "over_2_31": pool.numel() > 1 << 31}
+
+    def long_context(self, tokens: int) -> Row:
+        kv_heads, chunk_tokens, head_dim, batch = 2, 64, 128, 2
+        own = -(-tokens // chunk_tokens)
+        sequences = {row: ([*range(row * own, (row + 1) * own)], tokens - row) for row in range(batch)}
+        pool = self.randn(1, batch * own, 2, kv_heads, chunk_tokens, head_dim).half()
+        q = self.randn(2, batch, 4 * kv_heads, head_dim).half()
+        keys, values = pool.unbind(1)
+        exact = naive_decode_attention(q, keys, values, sequences)
+        plain = naive_decode_attention(q, keys, values, sequences, dtype=torch.float16)
+        return self.compared(self.both(pool, sequences, q)[0], exact, plain)
+
+    def large_logits(self) -> Row:
+        """exp of their differences is 0 or 1; no two infinities are subtracted."""
+        sequences, chunks = random_sequences(5, 6, 16)
+        sequences = dict(enumerate(each for each in sequences.values() if each[1]))
+        pool = self.pool(torch.float16, 5, sequences, chunks, 16, 2, 64)
+        keys, values = pool.unbind(1)
+        q = (
+            self.randn(6, len(sequences), 8, 64) * 1e3
+        ).half()  # products of some 10^4, below what float16 has
+        found: list[torch.Tensor] = []
+        if self.on.real:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                found = self.both(pool, sequences, q, 1.0)
+            torch.cuda.current_stream().wait_stream(stream)
+        else:
+            found = self.both(pool, sequences, q, 1.0)
+        exact = naive_decode_attention(q, keys, values, sequences, scale=1.0)
+        plain = naive_decode_attention(q, keys, values, sequences, scale=1.0, dtype=torch.float16)
+        return self.compared(found[0], exact, plain) | self.compared(found[1], exact, plain)
 
     def compared(self, out: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> Row:
         """By the rule of the tests (tests/unit/kernels/conftest.py)."""
@@ -932,6 +1230,23 @@ class Check:
             end.record()
         torch.cuda.synchronize()
         return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
+
+
+def shared_memory(size: int) -> Any:
+    """Bytes of a memfd, as the arena's: mapped, and there."""
+    import mmap
+    import os
+
+    import numpy as np
+
+    handle = os.memfd_create("gpu-check")
+    try:
+        os.ftruncate(handle, size)
+        memory = np.frombuffer(mmap.mmap(handle, size), np.uint8)
+    finally:
+        os.close(handle)
+    memory[:] = 1
+    return memory
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

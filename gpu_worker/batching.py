@@ -30,7 +30,7 @@ from kvstore.gpu_worker.canary import TOKENS_MAX, SelfTest, differs, is_sampled,
 from kvstore.gpu_worker.chain import Seen
 from kvstore.gpu_worker.choices import Choices
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
-from kvstore.gpu_worker.device import Device
+from kvstore.gpu_worker.device import Device, device_for_steps
 from kvstore.gpu_worker.forward import Forward
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.identity import Identity, Verdict
@@ -199,6 +199,8 @@ class BatchEngine:
         self._verdict = self._identity.check()
         self._refusal = self._refuse(self._verdict)
         choice = ComputeOrLoad() if compute_or_load else None
+        device = device or device_for_steps(model.device)
+        self._device = device
         self._store = (
             PoolStore(
                 model,
@@ -751,6 +753,8 @@ class BatchEngine:
         try:
             if self._store is not None:
                 self._store.close(timeout_s)
+            elif self._device is not None:
+                self._device.close()
         finally:
             self._identity.close()
 

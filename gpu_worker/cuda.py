@@ -2,14 +2,22 @@
 it enqueues there, copies with `non_blocking=True` and kernels, runs in the order of the stream.
 
 Copies from and to shared memory are asynchronous only if it is registered (cudaHostRegister); a registration that fails
-is fatal for the path, since copies from other memory hold up whoever asks for them.
+is fatal for the path, since copies from other memory hold up whoever asks for them. Copies of many slices are one call
+where the driver has it (`BatchedCopies`): to ask for a slice takes as long as to copy 250 KB over PCIe.
+
+While a graph is captured, nobody may wait for the device as a whole, and calls that allocate or register may wait for
+it unseen: those, from whatever thread, and captures exclude one another.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,18 +35,29 @@ _READ_ONLY_SUPPORTED = 113
 """CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED."""
 
 
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What torch says of a lost context: that is sticky, and whatever is asked later says it again."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceFailed(str(error)) from error
+
+
 class CudaEvent:
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
 
     def query(self) -> bool:
-        return bool(self.event.query())
+        with _told():
+            return bool(self.event.query())
 
     def synchronize(self) -> None:
-        try:
+        with _told():
             self.event.synchronize()
-        except RuntimeError as error:  # sticky: the context is lost
-            raise DeviceFailed(str(error)) from error
 
 
 class CudaStream:
@@ -56,11 +75,16 @@ class CudaStream:
             work()
 
     def record(self) -> Event:
-        return CudaEvent(self._this.record_event())
+        with _told():
+            # Threads that wait for it sleep: they would keep a core each, and the model's thread needs one
+            event = torch.cuda.Event(blocking=True)
+            event.record(self._this)
+        return CudaEvent(event)
 
     def wait(self, event: Event, timeout_s: float | None = None) -> bool:
         assert isinstance(event, CudaEvent), "an event of another device"
-        self._this.wait_event(event.event)
+        with _told():
+            self._this.wait_event(event.event)
         return True
 
 
@@ -71,27 +95,40 @@ class CudaDevice:
     tracks = False
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        """`device`: without a number, the one that is torch's current one now. Threads have current ones of their
+        own."""
+        number = torch.cuda.current_device() if device.index is None else device.index
+        self._device = device = torch.device("cuda", number)
         self.compute = CudaStream(device)
         self._streams: list[torch.cuda.Stream] = []
+        self._capturing: torch.cuda.Stream | None = None
+        self._shared: Any = None
+        """Memory for what graphs compute in between: one replay follows another."""
+        self._alone = threading.Lock()
+        """Held while a graph is captured, and by what may not go on meanwhile."""
         self._runtime: Any = torch.cuda.cudart()
-        self.registers_read_only = _registers_read_only(device)
+        self.registers_read_only = _registers_read_only(number)
         card = torch.cuda.get_device_properties(device)
-        self.identity = f"{card.name} {getattr(card, 'uuid', device.index or 0)} driver {_driver()}"
+        self.identity = f"{card.name} {getattr(card, 'uuid', number)} driver {_driver()}"
+        self._batched = BatchedCopies.of_driver()
+        if self._batched is not None and not self._copies_rightly(self._batched):
+            log.warning("copies in batches are not what they should be on %s: one by one", self.identity)
+            self._batched = None
 
     def stream(self, name: str) -> CudaStream:
         self._streams.append(torch.cuda.Stream(self._device))
         return CudaStream(self._device, self._streams[-1])
 
     def buffer(self, count: int) -> npt.NDArray[np.uint8]:
-        made: npt.NDArray[np.uint8] = torch.empty(count, dtype=torch.uint8, pin_memory=True).numpy()
+        with self._alone, torch.cuda.device(self._device), _told():
+            made: npt.NDArray[np.uint8] = torch.empty(count, dtype=torch.uint8, pin_memory=True).numpy()
         return made
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None: ...
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
         flags = 0 if memory.flags.writeable else READ_ONLY
-        with torch.cuda.device(self._device):
+        with self._alone, torch.cuda.device(self._device):
             code = int(self._runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, flags))
             if not code:
                 return
@@ -99,7 +136,7 @@ class CudaDevice:
         raise CannotRegister(f"{memory.nbytes} bytes of host memory: CUDA error {code}")
 
     def unregister(self, address: int) -> None:
-        with torch.cuda.device(self._device):
+        with self._alone, torch.cuda.device(self._device), _told():
             torch.cuda.synchronize()  # what is in flight reads it
             if code := int(self._runtime.cudaHostUnregister(address)):
                 _forget_last_error()
@@ -111,10 +148,70 @@ class CudaDevice:
     def copy_out(self, target: npt.NDArray[np.uint8], source: torch.Tensor) -> None:
         view(target, source.dtype, source.shape).copy_(source, non_blocking=True)
 
+    def copy_all_in(self, pairs: Sequence[tuple[torch.Tensor, npt.NDArray[np.uint8]]]) -> None:
+        plain = [pair for pair in pairs if pair[0].is_contiguous()]
+        if not self._copy_plain(
+            [(target.data_ptr(), source.ctypes.data, target.nbytes) for target, source in plain]
+        ):
+            plain = []
+        for target, source in pairs if not plain else [pair for pair in pairs if not pair[0].is_contiguous()]:
+            self.copy_in(target, source)
+
+    def copy_all_out(self, pairs: Sequence[tuple[npt.NDArray[np.uint8], torch.Tensor]]) -> None:
+        plain = [pair for pair in pairs if pair[1].is_contiguous()]
+        if not self._copy_plain(
+            [(target.ctypes.data, source.data_ptr(), source.nbytes) for target, source in plain]
+        ):
+            plain = []
+        for target, source in pairs if not plain else [pair for pair in pairs if not pair[1].is_contiguous()]:
+            self.copy_out(target, source)
+
+    def _copy_plain(self, copies: Sequence[tuple[int, int, int]]) -> bool:
+        """(to, from, bytes) at once, on torch's current stream; False where that is not to be had or not worth it."""
+        if self._batched is None or len(copies) < BATCH_MIN:
+            return False
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        if stream <= NO_STREAM_MAX:
+            return False
+        if code := self._batched(copies, stream):
+            # What of it was asked for is asked for once more, and writes the same
+            log.warning("copies in batches: CUDA error %d; one by one from now on", code)
+            self._batched = None
+        return code == 0
+
+    def _copies_rightly(self, batched: BatchedCopies) -> bool:
+        sizes = (1, 4096, 70_000)
+        here, back = ([self.buffer(size) for size in sizes] for _ in range(2))
+        for each in here:
+            each[:] = np.frombuffer(os.urandom(each.nbytes), np.uint8)
+        try:
+            stream = torch.cuda.Stream(self._device)
+            with torch.cuda.stream(stream):
+                there = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
+                places = [
+                    [each.ctypes.data for each in here],
+                    [each.data_ptr() for each in there],
+                    [each.ctypes.data for each in back],
+                ]
+                for source, to in pairwise(places):
+                    if batched(list(zip(to, source, sizes, strict=True)), stream.cuda_stream):
+                        return False
+            stream.synchronize()
+        except RuntimeError:
+            return False
+        return all((one == other).all() for one, other in zip(here, back, strict=True))
+
     def capture(self, work: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = work()
+        # "thread_local": other threads go on copying and allocating, which by default would end the capture
+        with self._alone, torch.cuda.device(self._device):
+            if self._capturing is None:
+                self._capturing = torch.cuda.Stream(self._device)
+                self._shared = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(
+                graph, pool=self._shared, stream=self._capturing, capture_error_mode="thread_local"
+            ):
+                out = work()
         return graph, out
 
     def reading(self, regions: Iterable[Region]) -> None: ...
@@ -123,16 +220,77 @@ class CudaDevice:
 
     def close(self) -> None:
         for stream in self._streams:
-            stream.synchronize()
+            with suppress(RuntimeError):  # the context is lost: it ended
+                stream.synchronize()
         self._streams.clear()
 
 
-def _registers_read_only(device: torch.device) -> bool:
+BATCH_MIN = 2
+NO_STREAM_MAX = 2
+"""Handles up to it are the default streams (0, and cudaStreamLegacy, cudaStreamPerThread), which take no batches."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = (
+        ("source_access_order", ctypes.c_int),
+        ("source", _Location),
+        ("target", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+IN_STREAM_ORDER = 1
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM."""
+BESIDE_COMPUTE = 1
+"""CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE."""
+
+
+class BatchedCopies:
+    """cuMemcpyBatchAsync, of drivers since CUDA 12.8.
+
+    In the driver's library that name is the first version for good, with `failIdx`; what headers since CUDA 13.0 call
+    so is `cuMemcpyBatchAsync_v2`, without it. The runtime's library has one of the two under one name.
+    """
+
+    def __init__(self, function: Any) -> None:
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        function.argtypes = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
+        function.restype = ctypes.c_int
+        self._function = function
+
+    @classmethod
+    def of_driver(cls, library: str = "libcuda.so.1") -> BatchedCopies | None:
+        """None where the driver has no such call."""
+        try:
+            return cls(ctypes.CDLL(library).cuMemcpyBatchAsync)
+        except (OSError, AttributeError):
+            return None
+
+    def __call__(self, copies: Sequence[tuple[int, int, int]], stream: int) -> int:
+        """(to, from, bytes) in any order among themselves, in order with what else the stream does. CUDA's error."""
+        to, source, sizes = (np.array(column, np.uint64) for column in zip(*copies, strict=True))
+        attributes = _Attributes(IN_STREAM_ORDER, _Location(), _Location(), BESIDE_COMPUTE)
+        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        return int(
+            self._function(
+                *(to.ctypes.data, source.ctypes.data, sizes.ctypes.data, len(copies)),
+                *(ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(failed), stream),
+            )
+        )
+
+
+def _registers_read_only(number: int) -> bool:
     """False also where the driver cannot be asked: then memory that is read-only goes through a bounce buffer."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         found = ctypes.c_int(0)
-        code = driver.cuDeviceGetAttribute(ctypes.byref(found), _READ_ONLY_SUPPORTED, device.index or 0)
+        code = driver.cuDeviceGetAttribute(ctypes.byref(found), _READ_ONLY_SUPPORTED, number)
     except (OSError, AttributeError):
         return False
     return code == 0 and found.value == 1
@@ -147,6 +305,17 @@ def _driver() -> str:
 
 
 def _forget_last_error() -> None:
-    """The runtime keeps the error of a call that failed, and the next kernel would be blamed for it."""
+    """The runtime keeps the error of a call that failed, for each thread, and the next kernel would be blamed for it.
+    The library is the very one that torch calls."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).cudaGetLastError()
+        ctypes.CDLL(_loaded("libcudart.so")).cudaGetLastError()
+
+
+def _loaded(name: str) -> str | None:
+    """The path of a library that this process has loaded; None, which stands for the process, if there is none."""
+    with open("/proc/self/maps") as file:
+        for line in file:
+            path = line.rstrip().partition("/")
+            if name in path[2].rpartition("/")[2]:
+                return path[1] + path[2]
+    return None

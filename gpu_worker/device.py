@@ -119,6 +119,12 @@ class Device(Protocol):
     def copy_out(self, target: npt.NDArray[np.uint8], source: torch.Tensor) -> None:
         """Of work on a stream: `target` becomes the bytes of `source`."""
 
+    def copy_all_in(self, pairs: Sequence[tuple[torch.Tensor, npt.NDArray[np.uint8]]]) -> None:
+        """`copy_in` of all (target, source), in any order."""
+
+    def copy_all_out(self, pairs: Sequence[tuple[npt.NDArray[np.uint8], torch.Tensor]]) -> None:
+        """`copy_out` of all (target, source), in any order."""
+
     def capture(self, work: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
         """What `work` gives to the compute stream, as a graph, and where each replay writes what it returns. Nothing of
         it has run by then."""
@@ -134,17 +140,25 @@ class Device(Protocol):
 
 
 def device_of(model_device: torch.device) -> Device:
-    """Raises Unsupported for a device that KV is not moved from and to by itself."""
+    """Raises Unsupported for a device that KV is not moved from and to. A GPU proves itself before it is trusted: see
+    `self_check.py`."""
     if model_device.type == "cpu":
         return CpuDevice()
-    remedy = "have the model on a CPU"
-    if model_device.type == "cuda":
-        remedy += (
-            ", or hand over a kvstore.gpu_worker.cuda.CudaDevice, which has not proved itself on a card yet"
-        )
+    if model_device.type == "cuda" and torch.cuda.is_available():
+        from kvstore.gpu_worker.cuda import CudaDevice
+
+        return CudaDevice(model_device)
     raise Unsupported(
-        "KV is stored from CPU memory only, so far", field="model.device", value=model_device, remedy=remedy
+        "KV is stored from memory of a CPU or of a CUDA device",
+        field="model.device",
+        value=model_device,
+        remedy="have the model on one of these",
     )
+
+
+def device_for_steps(model_device: torch.device) -> Device | None:
+    """On which steps are captured, and to which their plans are copied; None for a CPU, which gains nothing by that."""
+    return None if model_device.type == "cpu" else device_of(model_device)
 
 
 class _Done:
@@ -261,6 +275,20 @@ class ThreadDevice:
         self._streams.append(ThreadStream(name, self))
         return self._streams[-1]
 
+    def copy_in(self, target: torch.Tensor, source: npt.NDArray[np.uint8]) -> None:
+        target.copy_(view(source, target.dtype, target.shape))
+
+    def copy_out(self, target: npt.NDArray[np.uint8], source: torch.Tensor) -> None:
+        view(target, source.dtype, source.shape).copy_(source)
+
+    def copy_all_in(self, pairs: Sequence[tuple[torch.Tensor, npt.NDArray[np.uint8]]]) -> None:
+        for target, source in pairs:
+            self.copy_in(target, source)
+
+    def copy_all_out(self, pairs: Sequence[tuple[npt.NDArray[np.uint8], torch.Tensor]]) -> None:
+        for target, source in pairs:
+            self.copy_out(target, source)
+
     def close(self) -> None:
         for stream in self._streams:
             stream.end()
@@ -289,12 +317,6 @@ class CpuDevice(ThreadDevice):
     def register(self, memory: npt.NDArray[np.uint8]) -> None: ...
 
     def unregister(self, address: int) -> None: ...
-
-    def copy_in(self, target: torch.Tensor, source: npt.NDArray[np.uint8]) -> None:
-        target.copy_(view(source, target.dtype, target.shape))
-
-    def copy_out(self, target: npt.NDArray[np.uint8], source: torch.Tensor) -> None:
-        view(target, source.dtype, source.shape).copy_(source)
 
     def capture(self, work: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
         raise NotImplementedError("a CPU launches nothing that could be captured")

@@ -13,6 +13,7 @@ A device says whether it can (`Device.captures`): on a CPU there is nothing to b
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ GRAPHS_MAX = 64
 """That are kept, those used last."""
 EAGER_RUNS = 2
 """Of a step before it is captured: kernels are compiled and memory is laid out then."""
+log = logging.getLogger(__name__)
 COLUMNS = ("ids", "positions", "chunks", "places", "rows")
 
 
@@ -61,7 +63,9 @@ class DecodeGraphs:
         self._runs: Counter[tuple[int, Capacity]] = Counter()
         self._addresses: tuple[int, ...] = ()
         self.counters: Counter[str] = Counter()
-        """captured, replayed, eager, dropped."""
+        """captured, replayed, eager, dropped, refused."""
+        self._refused = False
+        """This model cannot be captured, as it is."""
 
     def __repr__(self) -> str:
         return f"DecodeGraphs({len(self._captured)} captured)"
@@ -69,6 +73,7 @@ class DecodeGraphs:
     def forget(self) -> None:
         """The model computes otherwise."""
         self.counters["dropped"] += len(self._captured)
+        self._refused = False
         self._captured.clear()
         self._runs.clear()
 
@@ -91,10 +96,16 @@ class DecodeGraphs:
             inputs = self._inputs(len(columns[0]))
             self._write(inputs, columns, lines)
             self._runs[key] += 1
-            if self._runs[key] <= EAGER_RUNS:
+            if self._refused or self._runs[key] <= EAGER_RUNS:
                 self.counters["eager"] += 1
                 return compute(inputs)
-            graph, logits = self._device.capture(lambda: compute(inputs))
+            try:
+                graph, logits = self._device.capture(lambda: compute(inputs))
+            except RuntimeError as error:  # a layer asks the device for a number, or there is no memory left
+                log.warning("steps are computed kernel by kernel, as they cannot be captured: %s", error)
+                self._refused = True
+                self.counters["refused"] += 1
+                return compute(inputs)
             known = self._captured[key] = _Captured(graph, logits, inputs)
             self.counters["captured"] += 1
             while len(self._captured) > GRAPHS_MAX:

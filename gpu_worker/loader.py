@@ -331,10 +331,11 @@ class Load:
             rotate(keys, self._rotation(layer, piece), out=out)
             target[1] = stored[1, :, here]
 
-    def _rotation(self, layer: int, piece: Piece) -> Rotation:
+    def _rotation(self, layer: int, piece: Piece, where: torch.device | None = None) -> Rotation:
+        """`where`: the keys are; None: in host memory."""
         assert self._positions is not None
         if piece.delta not in self._moves:
-            self._moves[piece.delta] = self._positions.rotations(piece.delta)
+            self._moves[piece.delta] = self._positions.rotations(piece.delta, device=where)
         return self._moves[piece.delta][layer]
 
     # ------------------------------------------------------------------- memory that the client's copies do not reach
@@ -349,10 +350,11 @@ class Load:
         that it was the committed bytes, at the end."""
         if self._failure:
             return
+        plain: list[tuple[torch.Tensor, npt.NDArray[np.uint8]]] = []
         for (piece, targets), source in zip(placed, sources, strict=True):
             first = targets[0]
             if not piece.delta and len(targets) == 1 and not isinstance(first, int):
-                self._device.copy_in(first, source)
+                plain.append((first, source))
                 continue
             like = next((target for target in targets if not isinstance(target, int)), None)
             if like is None:
@@ -368,10 +370,11 @@ class Load:
                 here = stored[:, :, begin : begin + target.shape[2]]
                 begin += target.shape[2]
                 if piece.delta:
-                    rotate(here[0].contiguous(), self._rotation(layer, piece), out=target[0])
+                    rotate(here[0].contiguous(), self._rotation(layer, piece, like.device), out=target[0])
                     target[1].copy_(here[1])
                 else:
                     target.copy_(here)
+        self._device.copy_all_in(plain)
 
     def _bring_by_bounce(
         self, ring: BounceRing, layer: int, placed: Sequence[tuple[Piece, Sequence[torch.Tensor | int]]]

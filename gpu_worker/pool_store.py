@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,13 +34,13 @@ from kvstore.gpu_worker.device import Device, Event, device_of
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.loader import SHARD, Load, Loader, LoadFailed, Piece, Target
 from kvstore.gpu_worker.positions import Positions
+from kvstore.gpu_worker.proven import Proven, cannot_be_used
 from kvstore.gpu_worker.request import Request
 from kvstore.gpu_worker.residency import REPORT_KEYS_MAX, Reporter
 from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX, ChoiceSave, PartSave, Saver, Shards, TurnSave
-from kvstore.gpu_worker.segments import Path, Segments
-from kvstore.gpu_worker.self_check import Refused, check
+from kvstore.gpu_worker.segments import Path
 from kvstore.gpu_worker.store import CONNECT_AGAIN_S, Store
-from kvstore.gpu_worker.verdicts import Verdicts, default_file, subject
+from kvstore.gpu_worker.verdicts import Verdicts
 from kvstore.gpu_worker.write_buffer import Outgoing, WriteBuffer, regions
 from kvstore.layout import NamespaceSpec
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome, Reason
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
 
 TELL_TIMEOUT_S = 5.0
 SAMPLE_EVERY = 256
-REGISTER_TIMEOUT_S = 120.0
-"""Of the segments that there are at the start: some tenths of a second for a GiB."""
 LOOKUP_THREADS = 8
 """A lookup waits for what is promoted from SSD: others go on beside it."""
 log = logging.getLogger(__name__)
@@ -120,8 +119,10 @@ class PoolStore:
         self._choice = choice
         self._chunk_tokens = pool.geometry.chunk_tokens
         self._lookup_timeout_s = lookup_timeout_s
-        self.segments = Segments(self._device)
-        self._verdicts = verdicts or Verdicts(default_file())
+        self._proven = Proven(
+            self._device, pool.layers[0].device, geometries=(pool.geometry,), verdicts=verdicts
+        )
+        self.segments = self._proven.segments
         self._sample_every = sample_every
         self._store = Store(
             self._attaching(connect),
@@ -129,12 +130,12 @@ class PoolStore:
             lookup_timeout_s=lookup_timeout_s,
             promote_timeout_s=promote_timeout_s,
             counters=counters,
-            opened=self._register_all,
+            opened=partial(self._proven.register_all, shard=SHARD),
         )
         if self.failure:
             self._store.close()
             self.segments.close()
-            raise _cannot_be_used(self._device, self.failure)
+            raise cannot_be_used(self._device, self.failure)
         self._lookups = ThreadPoolExecutor(max_workers=LOOKUP_THREADS, thread_name_prefix="kv-lookup")
         self._no_lookup_before = 0.0
         self._positions = _positions_of(model)
@@ -168,8 +169,7 @@ class PoolStore:
         def attached() -> Client:
             client = connect()
             try:
-                self.segments.attach(client)
-                self._prove(client)
+                self._proven.attach(client)
             except BaseException:
                 client.close()
                 raise
@@ -184,35 +184,8 @@ class PoolStore:
             device=self._device,
             bounce=bounce,
             sample_every=self._sample_every,
-            on_wrong=self._distrust,
+            on_wrong=self._proven.distrust,
         )
-
-    def _prove(self, client: Client) -> None:
-        """Raises Unsupported for a device that does not pass."""
-        if self.failure:
-            raise _cannot_be_used(self._device, self.failure)
-        path, geometry = self.segments.path, self._pool.geometry
-        if path is Path.DIRECT:
-            return
-        about = subject(self._device, geometry, path.value)
-        if self._verdicts.passed(about):
-            return
-        try:
-            check(self._device, self._pool.layers[0].device, geometry, client.open, path=path)
-        except Refused as refused:
-            self.segments.fail(f"the device did not pass its self-check: {refused}")
-            raise _cannot_be_used(self._device, self.failure) from refused
-        self._verdicts.note(about)
-
-    def _distrust(self, found: str) -> None:
-        """A load that was compared is not what the store has."""
-        self._verdicts.take_back(self._device)
-        self.segments.fail(f"what {self._device.name} was given is not what it has: {found}")
-
-    def _register_all(self, namespace: Namespace) -> None:
-        """Of this worker's shards: what is there now. Others follow when they are first looked up."""
-        if self.segments.path is Path.REGISTERED:
-            namespace.map_segments(shards=(SHARD,), timeout_s=REGISTER_TIMEOUT_S)
 
     @property
     def failure(self) -> str:
@@ -727,15 +700,6 @@ class PoolStore:
             self._store.close()
             self.segments.close()
             self._device.close()
-
-
-def _cannot_be_used(device: Device, why: str) -> Unsupported:
-    return Unsupported(
-        f"KV cannot be moved from and to it: {why}",
-        field="device",
-        value=device.name,
-        remedy="see `kvctl doctor gpu`, and the limit of locked memory; or have the model on a CPU",
-    )
 
 
 def _positions_of(model: PreTrainedModel) -> Positions | None:

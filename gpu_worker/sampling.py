@@ -67,9 +67,9 @@ class Sampler:
         check_numbers(logits)
         if self.sampling.temperature == 0:
             return int(logits.argmax())
-        drawn = torch.tensor(self.draw(), dtype=torch.float64)
+        drawn = _moved([self.draw()], torch.float64, logits.device)
         self.used()
-        return int(_tokens_at(probabilities(logits, self.sampling).unsqueeze(0), drawn.unsqueeze(0)))
+        return int(_tokens_at(probabilities(logits, self.sampling).unsqueeze(0), drawn))
 
     def draw(self) -> float:
         """The number in [0, 1) that the next token is drawn by: the same until it is `used`, since a step may be taken

@@ -53,6 +53,11 @@ HOW = {
 }
 
 
+CANNOT = "see that the driver fits torch, and that the device is free; or use the store from a CPU"
+NO_GPU = f"no GPU is seen by this torch ({torch.__version__})"
+LINK_BYTES = 64 << 20
+
+
 class Refused(Exception):
     """The device, or the way to it, is not to be used."""
 
@@ -230,6 +235,22 @@ class _Check:
                 )
 
 
+def link_bytes_per_s(device: Device, where: torch.device) -> float:
+    """What one copy after the other out of registered memory reaches; 0 for memory that is the host's."""
+    if device.in_host_memory:
+        return 0.0
+    memory = device.buffer(LINK_BYTES)
+    card = torch.empty(LINK_BYTES, dtype=torch.uint8, device=where)
+    stream = device.stream("kv-link")
+    took = []
+    for _ in range(4):
+        begun = time.perf_counter()
+        stream.run(partial(device.copy_in, card, memory))
+        stream.record().synchronize()
+        took.append(time.perf_counter() - begun)
+    return LINK_BYTES / min(took)
+
+
 def _named(geometry: Geometry) -> str:
     dtype = str(geometry.dtype).removeprefix("torch.")
     return f"{geometry.heads} x {geometry.head_dim} {dtype}, chunks of {geometry.chunk_tokens}"
@@ -256,7 +277,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     for name, where, make in devices():
         finding: dict[str, object] = {"check": name, "ok": True, "detail": "", "remedy": ""}
-        device = make()
+        try:
+            device = make()
+        except (
+            RuntimeError
+        ) as error:  # torch's: a driver that is too old, a card that somebody else has alone
+            print(json.dumps(finding | {"ok": False, "detail": str(error), "remedy": CANNOT}), flush=True)
+            sys.exit(1)
         segments = Segments(device)
         try:
             with connect(options.run_dir, timeout_s=options.timeout) as client:
@@ -266,13 +293,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 ]
             if segments.failure:
                 raise Refused(segments.failure)
+            link = link_bytes_per_s(device, where)
             moved = sum(one.bytes for one in passed)
             finding["detail"] = (
                 f"{moved >> 10} KiB there and back in {len(passed)} shapes, no byte differs; out "
                 f"{moved / sum(one.out_s for one in passed) / 1e6:.0f} MB/s, in "
                 f"{moved / sum(one.in_s for one in passed) / 1e6:.0f} MB/s, with all that goes with it; "
                 f"{HOW[segments.path]}"
+                + (f"; the link takes {link / 1e9:.1f} GB/s from registered memory" if link else "")
+                + (f"; {NO_GPU}" if name == "cpu" and not torch.cuda.device_count() else "")
             )
+        except RuntimeError as error:  # no memory left on it, or the context is lost
+            finding |= {"ok": False, "detail": str(error), "remedy": CANNOT}
         except Refused as refused:
             finding |= {"ok": False, "detail": segments.failure or str(refused)}
             finding["remedy"] = "do not use this device with the store, and look at its driver and memory"

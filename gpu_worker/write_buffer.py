@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvstore.gpu_worker.device import Device, DeviceFailed, Event, Region
 from kvstore.gpu_worker.hbm_pool import HbmPool
@@ -90,6 +91,7 @@ class Outgoing:
         pool, size = self._buffer.pool, self._buffer.pool.geometry.chunk_tokens
         geometry = pool.geometry
         start = geometry.offset(layer)
+        plain: list[tuple[npt.NDArray[np.uint8], torch.Tensor]] = []
         for number, (chunk, shard) in enumerate(zip(self.chunks, list(self._shards), strict=False)):
             count = min(size, self.tokens - number * size)
             used = count * geometry.token_bytes
@@ -97,8 +99,9 @@ class Outgoing:
                 geometry.window(shard, layer, count)[...] = self._buffer.layers[layer][chunk][:, :, :count]
             else:
                 source = pool.layers[layer][chunk][:, :, :count]
-                self._buffer.device.copy_out(shard[start : start + used], source)
+                plain.append((shard[start : start + used], source))
             shard[start + used : start + geometry.slice_bytes] = 0
+        self._buffer.device.copy_all_out(plain)
 
 
 class WriteBuffer:

@@ -124,8 +124,9 @@ def allowed(package: str, name: str) -> bool:
                 return False
             names = ["client", "types", "layout", "keys", "errors", "kernels", "promptcache"]
             if package == connectors:
-                # What digests what computes, and what decides whether to load: neither knows an engine.
+                # What digests what computes, what decides whether to load, and devices: none knows an engine.
                 names += ["gpu_worker.identity", "gpu_worker.compute_or_load"]
+                names += [f"gpu_worker.{name}" for name in ("device", "segments", "bounce", "proven")]
             return own or not ours or within(name, *(f"kvstore.{module}" for module in names))
         case "kvstore.kernels":
             standard = name.partition(".")[0] in sys.stdlib_module_names
@@ -210,6 +211,8 @@ def test_imports_flow_one_way(package: str) -> None:
         ("kvstore.gpu_worker.connectors", "kvstore.client.Client", True),
         ("kvstore.gpu_worker.connectors", "kvstore.gpu_worker.identity.absorb", True),
         ("kvstore.gpu_worker.connectors", "kvstore.gpu_worker.compute_or_load.ComputeOrLoad", True),
+        ("kvstore.gpu_worker.connectors", "kvstore.gpu_worker.device.Device", True),
+        ("kvstore.gpu_worker.connectors", "kvstore.gpu_worker.loader.Loader", False),
         ("kvstore.gpu_worker.connectors", "kvstore.gpu_worker.engine", False),
         ("kvstore.gpu_worker.connectors", "kvstore.core.store", False),
         ("kvstore.kernels", "torch.nn", True),

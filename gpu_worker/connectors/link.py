@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvstore.client import connect
@@ -31,6 +32,10 @@ class Link:
         self._rank = rank
         self._timeout_s = timeout_s
         self._staging_bytes = staging_bytes
+        self.prepare: Callable[[Client], None] = lambda client: None
+        """Called with a client before it is used; what it raises is told, and tried again."""
+        self.opened: Callable[[Namespace], None] = lambda namespace: None
+        """The same with a namespace."""
         self._changed = threading.Condition()  # guards all below
         self._wanted: NamespaceSpec | None = None
         self._namespace: Namespace | None = None
@@ -97,14 +102,9 @@ class Link:
             assert wanted is not None
             try:
                 if self._client is None:
-                    self._client = connect(
-                        self._run_dir,
-                        engine_group=self._engine_group,
-                        rank=self._rank,
-                        timeout_s=self._timeout_s,
-                        staging_bytes=self._staging_bytes,
-                    )
+                    self._client = self._connected()
                 opened = self._client.open(wanted)
+                self.opened(opened)
             except StoreError as error:
                 self._complain(str(error))
                 self._pause(wanted)
@@ -114,6 +114,21 @@ class Link:
                 if self._wanted is wanted:
                     self._namespace, self._complaint = opened, ""
                 self._changed.notify_all()
+
+    def _connected(self) -> Client:
+        client = connect(
+            self._run_dir,
+            engine_group=self._engine_group,
+            rank=self._rank,
+            timeout_s=self._timeout_s,
+            staging_bytes=self._staging_bytes,
+        )
+        try:
+            self.prepare(client)
+        except BaseException:
+            client.close()
+            raise
+        return client
 
     def _pause(self, wanted: NamespaceSpec) -> None:
         """Before it is tried again; not when another one is asked for meanwhile."""

@@ -229,7 +229,7 @@ def _moved(arrays: list[Ints], device: torch.device) -> list[torch.Tensor]:
     flat = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
     for part, array in zip(flat.split(sizes), arrays, strict=True):
         part[: array.size] = torch.from_numpy(array.ravel())
-    if device.type == "cuda":
+    if device.type != "cpu":
         flat = flat.to(device, non_blocking=True)
     parts = flat.split(sizes)
     return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]

@@ -31,6 +31,7 @@ __all__ = [
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Of keys. Quantised ones are refused: their scales belong to the elements as they were."""
 DIMENSIONS_MAX = 4
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,8 +146,8 @@ def rotate(keys: torch.Tensor, by: Rotation, *, out: torch.Tensor | None = None)
 
 def check_rotation(by: Rotation, keys: torch.Tensor) -> None:
     """Raises ValueError if keys like these cannot be rotated so."""
-    if keys.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"keys is on {keys.device}: must be on one of cpu, cuda")
+    if keys.device.type not in DEVICES:
+        raise ValueError(f"keys is on {keys.device}: must be on one of {', '.join(DEVICES)}")
     if keys.dtype not in DTYPES:
         raise ValueError(f"keys is {keys.dtype}: what can be rotated is {', '.join(map(str, DTYPES))}")
     if by.rotary_dim > keys.shape[-1]:

@@ -280,7 +280,7 @@ def test_any_strides_are_gathered_and_filled(dtype: torch.dtype) -> None:
     assert len(blocks.layers) == 2, "two names of one tensor are one layer"
     shard = torch.zeros(blocks.shard_bytes, dtype=torch.uint8).numpy()
     for layer in range(2):
-        blocks.gather(4, layer, shard)
+        blocks.gather([(4, shard)], layer)
     flat = torch.cat([first[:, 4].contiguous().flatten(), second[4].contiguous().flatten()])
     assert shard.tobytes() == flat.view(torch.uint8).numpy().tobytes()
     for _, _, offset, target in blocks.pieces(0, 0, 7):

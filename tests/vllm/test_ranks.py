@@ -25,6 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvstore.client import connect
 from kvstore.gpu_worker.connectors.vllm import lookups
+from kvstore.gpu_worker.connectors.vllm import worker as ranks
 from kvstore.gpu_worker.connectors.vllm.loader import BATCH_BLOCKS, LayerLoad
 from kvstore.gpu_worker.connectors.vllm.metadata import (
     Change,
@@ -39,6 +40,7 @@ from kvstore.gpu_worker.connectors.vllm.scheduler import _usable
 from kvstore.gpu_worker.connectors.vllm.stats import Tally
 from kvstore.types import ChunkKey, GrantResult
 
+from ..unit.gpu_worker.emulated import EmulatedDevice
 from .conftest import BLOCK, BOUND_S, Daemon, Executor, prompt, transfer_config
 from .schedulers import config_of, connectors_of, scheduler_of
 
@@ -170,6 +172,7 @@ class Rig:
             for layer, (name, tensor) in enumerate(self.tensors[rank].items()):
                 worker.wait_for_layer_load(name)
                 doubtful = count and (output.has_sync_kv_loads or self.weights)
+                self._touch(rank, layer, blocks, start, start + count)
                 if doubtful and not self._whole(rank, layer, request, start, blocks):
                     spoilt = 1  # attention reads what should be there
                 for place in range(start, start + count):
@@ -203,6 +206,17 @@ class Rig:
         if count and not failed and self.checks:
             self._check(request, start + count, blocks)
         self.scheduler.update_from_output(output, merged)
+
+    def _touch(self, rank: int, layer: int, blocks: list[int], start: int, end: int) -> None:
+        """Attention of one layer, for a device that tells races."""
+        device = self.workers[rank].worker_side._device
+        if device is not None and end > start:
+            last = -(-end // BLOCK)
+            device.compute.run(
+                lambda: None,
+                reads=[("block", layer, block) for block in blocks[:last]],
+                writes=[("block", layer, block) for block in blocks[start // BLOCK : last]],
+            )
 
     def _check(self, request: Request, end: int, blocks: list[int]) -> None:
         for rank in range(len(self.tensors)):
@@ -249,10 +263,10 @@ class FailsAtLayer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._blocks, name)
 
-    def pieces(self, index: int, shard: int, block: int, layers: tuple[int, ...]) -> Any:
+    def fill(self, lease: Any, rows: Any, shard: int, layers: tuple[int, ...], **more: Any) -> bool:
         if self._layer in layers:
             raise ZeroDivisionError
-        return self._blocks.pieces(index, shard, block, layers)
+        return self._blocks.fill(lease, rows, shard, layers, **more)
 
 
 class WaitsAtBlock:
@@ -267,11 +281,11 @@ class WaitsAtBlock:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._blocks, name)
 
-    def pieces(self, index: int, *rest: Any) -> Any:
-        if index == self._index:
+    def fill(self, lease: Any, rows: Any, *rest: Any, **more: Any) -> bool:
+        if self._index in [index for index, _ in rows]:
             self._reached.set()
             assert self._gate.wait(BOUND_S)
-        return self._blocks.pieces(index, *rest)
+        return self._blocks.fill(lease, rows, *rest, **more)
 
 
 @pytest.fixture
@@ -293,6 +307,33 @@ def test_both_ranks_save_and_load(rig: Callable[..., Rig]) -> None:
     second = rig()
     assert second.run(tokens) == 288
     assert [worker.worker_side.tally.total["blocks_loaded"] for worker in second.workers] == [9, 9]
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("path", ["registered", "bounce"])
+def test_on_a_device_that_tells_races(
+    rig: Callable[..., Rig], layerwise: bool, path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Blocks change hands all the time: each prompt has more than half of them. Two engines take turns."""
+    made: list[EmulatedDevice] = []
+
+    def device_of(_: torch.device) -> EmulatedDevice:
+        made.append(EmulatedDevice(seed=len(made), registers_read_only=path == "registered"))
+        return made[-1]
+
+    monkeypatch.setattr(ranks, "device_of", device_of)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rigs = [rig(layerwise=layerwise, salt=f"{path} {layerwise}") for _ in range(2)]
+    prompts = [prompt(900 + number, 32 * BLOCK + 3) for number in range(3)]
+    for number in range(2 * len(prompts)):
+        for one in rigs:
+            one.run(prompts[number % len(prompts)])
+    sides = [each.worker_side for one in rigs for each in one.workers]
+    assert len(made) == len(sides) and {side._proven.segments.path.value for side in sides} == {path}
+    assert not [race for device in made for race in device.races]
+    assert not [side for side in sides if side.tally.total["blocks_failed"] or side._proven.segments.failure]
+    loaded = [side.tally.total["blocks_loaded"] for side in sides]
+    assert min(loaded) >= 32 and max(device.pageable for device in made) == 0, loaded
 
 
 def test_layer_by_layer(rig: Callable[..., Rig]) -> None:

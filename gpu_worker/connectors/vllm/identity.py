@@ -259,7 +259,7 @@ def describe_backend(config: Any, layer_names: Sequence[str], specs: Sequence[An
 
     layers = get_layers_from_vllm_config(config, AttentionLayerBase, layer_names)
     names = sorted({layer.get_attn_backend().get_name() for layer in layers.values()}) or ["none"]
-    machine = f"{platform.machine()}:{torch.backends.cpu.get_cpu_capability()}"
+    machine = _machine(config)
     packing = ""
     if "CPU_ATTN" in names:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -270,6 +270,13 @@ def describe_backend(config: Any, layer_names: Sequence[str], specs: Sequence[An
         }
         packing = f":{'+'.join(sorted(ways))}"
     return f"{'+'.join(names)}{packing}/{machine}"
+
+
+def _machine(config: Any) -> str:
+    """What computes: other processors round otherwise."""
+    if getattr(config.device_config, "device_type", "cpu") == "cuda":
+        return f"cuda/{torch.cuda.get_device_name()}/{torch.version.cuda or torch.version.hip}"
+    return f"{platform.machine()}:{torch.backends.cpu.get_cpu_capability()}"
 
 
 # ------------------------------------------------------------------------------------------------------------- weights

@@ -22,6 +22,7 @@ from kvstore.gpu_worker.connectors.lookup import lost_key
 from kvstore.gpu_worker.connectors.vllm.blocks import PagedBlocks
 from kvstore.gpu_worker.connectors.vllm.metadata import Changes, Load
 from kvstore.gpu_worker.connectors.vllm.stats import Tally
+from kvstore.gpu_worker.device import Event
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class LayerLoad:
     def __init__(self, load: Load, deadline: float) -> None:
         self.load = load
         self.deadline = deadline
+        self.after: Sequence[Event] = ()
+        """When its blocks may be written."""
         self.failed = False
         self._changed = threading.Condition()
         self._layers = 0
@@ -116,7 +119,8 @@ class Loader:
             self._open += 1
         begun = time.monotonic()
         until = begun + min(self._load_s, load.bound_s)
-        self._threads.submit(self._run, load, spec, begun, until, self._generation)
+        after = self._blocks.free_for(load.blocks)
+        self._threads.submit(self._run, load, spec, begun, until, self._generation, after)
 
     def refuse(self, load: Load) -> None:
         """It has ended, with nothing."""
@@ -130,6 +134,8 @@ class Loader:
         with self._changed:
             self._changed.wait_for(lambda: self._done or not self._open, wait_s)
             done, self._done = self._done, []
+        if done:
+            self._blocks.filled()
         failed = {block for load, whole in done for block in load.blocks[whole:]}
         return {load.request for load, _ in done}, failed
 
@@ -149,12 +155,20 @@ class Loader:
             speeds, self._speeds = self._speeds, []
         return speeds
 
-    def _run(self, load: Load, spec: NamespaceSpec, begun: float, deadline: float, generation: int) -> None:
+    def _run(
+        self,
+        load: Load,
+        spec: NamespaceSpec,
+        begun: float,
+        deadline: float,
+        generation: int,
+        after: Sequence[Event],
+    ) -> None:
         whole = 0
         try:
             namespace = self._link.namespace(spec, max(0.0, deadline - time.monotonic()))
             if namespace is not None:
-                whole = self._fill(load, namespace, deadline, generation)
+                whole = self._fill(load, namespace, deadline, generation, after)
         except Exception:
             # Our bug: vLLM must not wait for what will not come, nor use what came.
             log.exception("a load failed")
@@ -166,7 +180,9 @@ class Loader:
                 self._done.append((load, whole if generation == self._generation else 0))
                 self._changed.notify_all()
 
-    def _fill(self, load: Load, namespace: Namespace, deadline: float, generation: int) -> int:
+    def _fill(
+        self, load: Load, namespace: Namespace, deadline: float, generation: int, after: Sequence[Event]
+    ) -> int:
         """How many leading blocks are in."""
         most = KEYS_PER_REQUEST_MAX
         if load.wait_s:
@@ -183,7 +199,7 @@ class Loader:
             for number, (start, part) in enumerate(zip(starts, parts, strict=True)):
                 if awaited and Outcome.PENDING in awaited[number].outcomes:
                     awaited[number].settled(max(0.0, wait_until - time.monotonic()))
-                whole = self._fill_part(load, start, part, namespace, deadline, generation)
+                whole = self._fill_part(load, start, part, namespace, deadline, generation, after)
                 if whole < len(part):
                     return start + whole
         return len(load.keys)
@@ -206,6 +222,7 @@ class Loader:
         namespace: Namespace,
         deadline: float,
         generation: int,
+        after: Sequence[Event],
     ) -> int:
         """As `_fill`, for the load's `keys`, the first of which has number `start`."""
         whole = 0
@@ -218,12 +235,8 @@ class Loader:
                 with self._copying:
                     if time.monotonic() > deadline or generation != self._generation:
                         return whole
-                    pieces = [
-                        piece
-                        for number in numbers
-                        for piece in self._blocks.pieces(number, self._shard, load.blocks[start + number])
-                    ]
-                    if not lease.copy_many(pieces):
+                    rows = [(number, load.blocks[start + number]) for number in numbers]
+                    if not self._blocks.fill(lease, rows, self._shard, after=after):
                         return whole
                 whole += len(numbers)
             if lease.hits < len(keys):
@@ -252,6 +265,7 @@ class Loader:
         now = time.monotonic()
         started = [LayerLoad(load, now + min(self._load_s, load.bound_s)) for load in loads]
         for layers in started:
+            layers.after = self._blocks.free_for(layers.load.blocks)
             self._threads.submit(self._run_layers, layers, spec)
         return started
 
@@ -278,17 +292,13 @@ class Loader:
             if lease.hits < len(keys):
                 self._lost(namespace, lease)
                 return False
-            for layer in range(len(self._blocks.layers)):
+            for layer in range(len(self._blocks.shapes)):
                 if not layers.begin_layer():
                     return False
                 whole = False
                 try:
-                    whole = lease.copy_many(
-                        [
-                            piece
-                            for number, block in enumerate(load.blocks)
-                            for piece in self._blocks.pieces(number, self._shard, block, (layer,))
-                        ]
+                    whole = self._blocks.fill(
+                        lease, list(enumerate(load.blocks)), self._shard, (layer,), after=layers.after
                     )
                 finally:
                     layers.end_layer(whole)

@@ -71,6 +71,9 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     saves: list[Save] = field(default_factory=list)
     fresh: set[int] = field(default_factory=set)
     """Layer-wise only: blocks whose content is made anew from this step on, whatever they held before."""
+    written: set[int] | None = None
+    """Blocks that vLLM gave to requests for this step, of whomever: it writes no others that were full. None: not
+    known."""
     spec: NamespaceSpec | None = None
     """Sent when it changes: all ranks use the one that the scheduler's side made."""
     idle: bool = False

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from kvstore.errors import StoreError
 from kvstore.gpu_worker.connectors.vllm.metadata import Changes
 from kvstore.gpu_worker.connectors.vllm.stats import Tally
+from kvstore.gpu_worker.device import Event
 from kvstore.types import ChunkKey, GrantResult
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class Copied:
     key: ChunkKey
     parent: ChunkKey
     shard: Shard
+    ready: Event | None = None
+    """When the copy is there; None: it is."""
 
 
 class Saver:
@@ -61,10 +64,13 @@ class Saver:
         queue_bytes: int,
         save_s: float,
         maker: bytes,
+        make: Callable[[], Shard] | None = None,
     ) -> None:
-        """`shard`: the number of this rank's; `maker`: 16 bytes."""
+        """`shard`: the number of this rank's; `maker`: 16 bytes. `make`: memory for a shard, by default of the host's
+        plain kind."""
         self._link = link
         self._shard_bytes = shard_bytes
+        self._make = make or (lambda: np.empty(shard_bytes, np.uint8))
         self._shard = shard
         self._tally = tally
         self._changes = changes
@@ -90,7 +96,7 @@ class Saver:
             taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
             made = min(count - len(taken), self._left)
             self._left -= made
-        return taken + [np.empty(self._shard_bytes, np.uint8) for _ in range(made)]
+        return taken + [self._make() for _ in range(made)]
 
     def give_back(self, buffers: Sequence[Shard]) -> None:
         with self._changed:
@@ -188,6 +194,10 @@ class Saver:
         return batch
 
     def _save(self, batch: Sequence[Copied]) -> None:
+        for ready in {
+            id(copied.ready): copied.ready for copied in batch if copied.ready is not None
+        }.values():
+            ready.synchronize()
         namespace = self._link.namespace(batch[0].spec, self._save_s)
         if namespace is None:
             self._tally.add(blocks_dropped=len(batch))

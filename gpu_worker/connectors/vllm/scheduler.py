@@ -519,8 +519,10 @@ class SchedulerSide:
             loading = {load.request for load in metadata.loads}
             self.loaded({name for name in self._loading if name not in loading})
         computed: dict[str, int] = {}
+        metadata.written = set()
         for new in output.scheduled_new_reqs:
             computed[new.req_id] = new.num_computed_tokens
+            metadata.written.update(new.block_ids[0])
             tracked = self._requests.get(new.req_id)
             if tracked is not None:
                 if tracked.lookup is not None:
@@ -530,9 +532,10 @@ class SchedulerSide:
         for number, name in enumerate(cached.req_ids):
             computed[name] = cached.num_computed_tokens[number]
             tracked = self._requests.get(name)
+            given = cached.new_block_ids[number]
+            metadata.written.update(given[0] if given is not None else ())
             if tracked is None:
                 continue
-            given = cached.new_block_ids[number]
             fresh = list(given[0]) if given is not None else []
             if name in cached.resumed_req_ids:
                 fresh = self._begin(tracked, fresh, computed[name])

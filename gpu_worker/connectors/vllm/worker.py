@@ -7,13 +7,14 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvstore.gpu_worker.connectors.link import Link
-from kvstore.gpu_worker.connectors.vllm.blocks import PagedBlocks
+from kvstore.gpu_worker.connectors.vllm.blocks import DeviceBlocks, PagedBlocks
 from kvstore.gpu_worker.connectors.vllm.events import events_wanted
 from kvstore.gpu_worker.connectors.vllm.groups import tp_replicas
 from kvstore.gpu_worker.connectors.vllm.held import Held, held_by
@@ -32,6 +33,8 @@ from kvstore.gpu_worker.connectors.vllm.metadata import (
 from kvstore.gpu_worker.connectors.vllm.saver import Copied, Saver, Shard
 from kvstore.gpu_worker.connectors.vllm.settings import Settings
 from kvstore.gpu_worker.connectors.vllm.stats import Tally
+from kvstore.gpu_worker.device import Device, Event, device_of
+from kvstore.gpu_worker.proven import Proven
 from kvstore.layout import NamespaceSpec
 
 log = logging.getLogger(__name__)
@@ -55,6 +58,9 @@ class WorkerSide:
         self._spec: NamespaceSpec | None = None
         self.blocks: PagedBlocks | None = None
         self._loader: Loader | None = None
+        self._device: Device | None = None
+        """Whose memory the blocks are in, if it is not the host's."""
+        self._proven: Proven | None = None
         self.saver: Saver | None = None
         """None on a rank whose bytes another one saves."""
         self._layer_loads: list[LayerLoad] = []
@@ -80,7 +86,7 @@ class WorkerSide:
     def register(self, tensors: dict[str, torch.Tensor]) -> None:
         """Raises Unsupported for tensors that cannot be stored."""
         group = group_of(self._kv_cache_config)
-        self.blocks = PagedBlocks(tensors, group.layer_names, self._kv_cache_config.num_blocks)
+        self.blocks = self._blocks_of(tensors, group.layer_names)
         parallel = self._config.parallel_config
         replicas = tp_replicas(self._config, self._kv_cache_config)
         self.layout = RankLayout(
@@ -88,6 +94,8 @@ class WorkerSide:
         )
         stage, rank = self.place
         shard = stage * (parallel.tensor_parallel_size // replicas) + rank // replicas
+        if self._proven is not None:
+            self._link.opened = partial(self._proven.register_all, shard=shard)
         settings = self._settings
         self._loader = Loader(
             self._link, self.blocks, shard, self.tally, self.changes, load_s=settings.load_ms / 1000
@@ -102,12 +110,30 @@ class WorkerSide:
                 queue_bytes=settings.save_queue_bytes,
                 save_s=settings.save_ms / 1000,
                 maker=_maker(parallel.rank),
+                make=self.blocks.buffer,
             )
+
+    def _blocks_of(self, tensors: dict[str, torch.Tensor], names: Sequence[str]) -> PagedBlocks:
+        """What moves KV from and to memory that is not the host's is proved before it is used."""
+        count = self._kv_cache_config.num_blocks
+        plain = [tensor for tensor in tensors.values() if isinstance(tensor, torch.Tensor)]
+        if not plain:
+            return PagedBlocks(tensors, names, count)  # says what they are
+        device = device_of(plain[0].device)
+        if device.in_host_memory:
+            device.close()
+            return PagedBlocks(tensors, names, count)
+        self._device = device
+        self._proven = Proven(device, plain[0].device)
+        self._link.prepare = self._proven.attach
+        return DeviceBlocks(tensors, names, count, device=device, segments=self._proven.segments)
 
     # ---------------------------------------------------------------------------------------------------- a step
 
     def begin(self, metadata: StepMetadata) -> None:
         self._idle = metadata.idle
+        if self.blocks is not None and not metadata.idle:
+            self.blocks.overwritten(metadata.written)
         if metadata.is_empty and metadata.weights == self._named:
             return  # only asks what has ended: what this rank holds is looked at before that is used
         self._follow(metadata.spec)
@@ -204,10 +230,18 @@ class WorkerSide:
         """After an error while blocks are copied: nothing of this step is saved."""
         copying, self._copying = self._copying, []
         self._copied_layers = set()
+        self._await_copies(copying)
         for _, shards in copying:
             self.tally.add(blocks_dropped=len(shards))
             if self.saver is not None:
                 self.saver.give_back(shards)
+
+    def _await_copies(self, copying: Sequence[tuple[Save, list[Shard]]]) -> None:
+        """Buffers may be given to others."""
+        if self.blocks is not None and copying:
+            ready = self.blocks.gathered(block for save, _ in copying for block in save.blocks)
+            if ready is not None:
+                ready.synchronize()
 
     def _refuse(self, load: Load) -> None:
         """It is named for another model than this rank holds."""
@@ -224,6 +258,8 @@ class WorkerSide:
         for layers in self._layer_loads:
             if not layers.failed:
                 layers.wait(self.blocks.numbers[name])
+        if self._layer_loads:
+            self.blocks.filled()
 
     def save_layer(self, metadata: StepMetadata, name: str) -> None:
         """Layer-wise: copy the layer while the next one computes."""
@@ -242,13 +278,16 @@ class WorkerSide:
         self._end_layer_loads()
         if not self._copied_layers:
             self._copying = self._room(metadata)
-        for layer in range(len(self.blocks.layers)):
+        for layer in range(len(self.blocks.shapes)):
             if layer not in self._copied_layers:
                 self._copy_layer(layer)
         copying, self._copying = self._copying, []
         self._copied_layers = set()
+        ready = None
+        if copying:
+            ready = self.blocks.gathered(block for save, _ in copying for block in save.blocks)
         for save, shards in copying:
-            self._put(save, shards)
+            self._put(save, shards, ready)
 
     def _room(self, metadata: StepMetadata) -> list[tuple[Save, list[Shard]]]:
         """Buffers for as many of each save's leading blocks as there is room for."""
@@ -257,6 +296,7 @@ class WorkerSide:
         taken = []
         for save in metadata.saves:
             good = self._trusted is not None and self._link.promising and self._is(save.adapter)
+            good = good and not (self._proven is not None and self._proven.segments.failure)
             shards = self.saver.buffers(len(save.blocks)) if good else []
             self.tally.add(blocks_dropped=len(save.blocks) - len(shards))
             if shards:
@@ -266,11 +306,10 @@ class WorkerSide:
     def _copy_layer(self, layer: int) -> None:
         assert self.blocks is not None
         self._copied_layers.add(layer)
-        for save, shards in self._copying:
-            for block, shard in zip(save.blocks, shards, strict=False):
-                self.blocks.gather(block, layer, shard)
+        pairs = [pair for save, shards in self._copying for pair in zip(save.blocks, shards, strict=False)]
+        self.blocks.gather(pairs, layer)
 
-    def _put(self, save: Save, shards: list[Shard]) -> None:
+    def _put(self, save: Save, shards: list[Shard], ready: Event | None) -> None:
         assert self.saver is not None
         spec = self._spec
         spoilt = not self._bad.isdisjoint((*save.before, *save.blocks))
@@ -278,18 +317,20 @@ class WorkerSide:
         other = self.held is None or self._trusted != self._check(self.held) or not self._is(save.adapter)
         if spec is None or spoilt or other:
             self.tally.add(blocks_dropped=len(shards))
+            if ready is not None:
+                ready.synchronize()  # until then it is written
             self.saver.give_back(shards)
             return
         parents = (save.parent, *save.keys)
         self.saver.put(
             [
-                Copied(spec, key, parent, shard)
+                Copied(spec, key, parent, shard, ready)
                 for key, parent, shard in zip(save.keys, parents, shards, strict=False)
             ]
         )
 
     def _end_layer_loads(self) -> None:
-        last = len(self.blocks.layers) - 1 if self.blocks is not None else 0
+        last = len(self.blocks.shapes) - 1 if self.blocks is not None else 0
         for layers in self._layer_loads:
             if not layers.failed:
                 layers.wait(last)
@@ -334,6 +375,10 @@ class WorkerSide:
         if self.saver is not None:
             self.saver.close(self._settings.drain_ms / 1000)
         self._link.close()
+        if self._proven is not None:
+            self._proven.segments.close()
+        if self._device is not None:
+            self._device.close()
 
 
 def _maker(rank: int) -> bytes:

@@ -19,6 +19,7 @@ from kvstore.gpu_worker.device import (
     DeviceFailed,
     HereStream,
     ThreadDevice,
+    device_for_steps,
     device_of,
     view,
 )
@@ -106,8 +107,19 @@ def test_which_device_a_model_gets() -> None:
     assert made.name == "cpu"
     made.close()
     for other in ("cuda", "meta"):
-        with pytest.raises(Unsupported, match=rf"model\.device={other}"):
-            device_of(torch.device(other))
+        for make in (device_of, device_for_steps):
+            with pytest.raises(Unsupported, match=rf"model\.device={other}"):
+                make(torch.device(other))
+    assert device_for_steps(torch.device("cpu")) is None
+
+
+def test_a_model_on_a_gpu_gets_it_without_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its steps, with a store or without."""
+    cuda = importlib.import_module("kvstore.gpu_worker.cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "CudaDevice", lambda device: ("a card", device))
+    wanted = ("a card", torch.device("cuda", 1))
+    assert device_of(torch.device("cuda", 1)) == device_for_steps(torch.device("cuda", 1)) == wanted
 
 
 def test_the_make_for_cuda_can_be_imported_without_a_card() -> None:

@@ -58,8 +58,8 @@ def test_long_prompts_take_the_same_attention_wherever_their_history_is(
     ways: list[tuple[bool, tuple[tuple[int, int, int], ...]]] = []
     is_torchs = cpu.is_torchs
 
-    def noted(plan: PrefillPlan, dtype: torch.dtype) -> bool:
-        ways.append((is_torchs(plan, dtype), plan.rows))
+    def noted(plan: PrefillPlan, dtype: torch.dtype, group: int) -> bool:
+        ways.append((is_torchs(plan, dtype, group), plan.rows))
         return ways[-1][0]
 
     monkeypatch.setattr(cpu, "is_torchs", noted)

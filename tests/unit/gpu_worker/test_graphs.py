@@ -98,6 +98,31 @@ def test_weights_that_lie_elsewhere_are_read_there(model: LlamaForCausalLM, engi
     assert replaying.turn("", text(30), 12).tokens == wanted
 
 
+def test_a_model_that_cannot_be_captured_is_computed_as_before(
+    model: LlamaForCausalLM, engines: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A layer that asks the device for a number: on a GPU, an error of each capture. It is tried once."""
+    eager, replaying = pair(engines, model)
+    asked: list[object] = []
+
+    def refuse(work: object) -> None:
+        asked.append(work)
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(replaying._forward.graphs._device, "capture", refuse)  # type: ignore[union-attr]
+    assert played(replaying) == played(eager)
+    counters = replaying._forward.graphs.counters  # type: ignore[union-attr]
+    assert (
+        len(asked) == counters["refused"] == 1
+        and counters["replayed"] == 0
+        and "not permitted" in caplog.text
+    )
+    replaying.reset()
+    replaying._forward.renew()  # by then it may be another
+    replaying.turn("", text(30), 12)
+    assert len(asked) == 2
+
+
 def test_what_sees_stretches_is_not_captured(model: LlamaForCausalLM, engines: Make) -> None:
     """Their plans have new arrays each time."""
     settings = Truncation(window=256)

@@ -279,7 +279,7 @@ def test_loads_are_sampled_in_service(wrong: bool, make: Make, store: FakeStore)
     """A byte that differs in the device's memory: the load is not used, nor the device; tokens are right."""
     run(make()[0], PROMPT)
     engine, device = make(sample_every=1)
-    verdicts = engine._store._verdicts
+    verdicts = engine._store._proven._verdicts
     if wrong:
         copy = device.copy_in
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,3 +71,41 @@ def test_a_store_without_room_is_no_pass(device: ThreadDevice, store: FakeStore)
     store.room = 3
     with pytest.raises(Refused, match="has no room for 6 chunks: GRANTED, GRANTED, GRANTED, FULL"):
         check(device, CPU, SMALL, store.connect().open)
+
+
+# ------------------------------------------------------------------------------------------------- kvctl doctor gpu
+
+
+def findings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], store: FakeStore, *devices: Any
+) -> list[dict[str, Any]]:
+    monkeypatch.setattr("kvstore.client.connect", lambda *given, **named: nullcontext(store.connect()))
+    monkeypatch.setattr(self_check, "devices", lambda: iter(devices))
+    monkeypatch.setattr(self_check, "LINK_BYTES", 1 << 12)
+    with suppress(SystemExit):
+        self_check.main(["--run-dir", "/nowhere"])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_doctor_says_of_each_device_how_fast_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], store: FakeStore
+) -> None:
+    cpu = torch.device("cpu")
+    given = [("a card", cpu, lambda: EmulatedDevice(late_s=0)), ("cpu", cpu, CpuDevice)]
+    card, host = findings(monkeypatch, capsys, store, *given)
+    assert card["ok"] and "registered with it; the link takes" in card["detail"]
+    assert host["ok"] and self_check.NO_GPU in host["detail"] and "link" not in host["detail"]
+
+
+def test_a_device_that_cannot_be_had_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], store: FakeStore
+) -> None:
+    def make() -> CpuDevice:
+        raise RuntimeError("The NVIDIA driver on your system is too old")
+
+    (finding,) = findings(monkeypatch, capsys, store, ("a card", torch.device("cpu"), make))
+    assert not finding["ok"] and "too old" in finding["detail"] and "driver" in finding["remedy"]
+    with monkeypatch.context() as patched:
+        patched.setattr(self_check, "check", lambda *given, **named: torch.empty(1 << 60))
+        (finding,) = findings(patched, capsys, store, ("a card", torch.device("cpu"), CpuDevice))
+    assert not finding["ok"] and "memory" in finding["detail"]

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """That one program can have, by compute capability."""
-CAPABILITIES = [90, *(pytest.param(each, marks=pytest.mark.slow) for each in (80, 89, 100))]
+CAPABILITIES = [90, *(pytest.param(each, marks=pytest.mark.slow) for each in (80, 89, 100, 120))]
 """For which each kernel is compiled in tests: all of them in the long ones."""
 
 

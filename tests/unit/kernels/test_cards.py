@@ -63,10 +63,20 @@ SHAPES: list[tuple[str, Shape, bool]] = [
 ]
 CASES = [
     pytest.param(capability, *shape, marks=() if number == 0 and capability != 90 else pytest.mark.slow)
-    for capability in (80, 86, 89, 90, 100)
+    for capability in (80, 86, 89, 90, 100, 120)
     for number, shape in enumerate(SHAPES)
-    if not (capability == 86 and number == 0)
+    if not (capability in (86, 120) and number == 0)
 ]
+
+
+def test_registers_that_spill_are_seen() -> None:
+    """A tile that needs 8 warps, given one."""
+    case = Case(chunk_tokens=64, split_chunks=8, head_dim=128, tile_sequences=64)
+    sizes = decode.block_sizes(
+        head_dim=128, group=1, plan=case.forest().plan(), element_bytes=2, card=card_of(90)
+    )
+    with pytest.raises(AssertionError, match="registers spill"):
+        check(90, decode._attend, sizes | {"num_warps": 1}, "fp16", capped=False)
 
 
 @pytest.mark.parametrize(("capability", "dtype", "shape", "capped"), CASES)

@@ -14,7 +14,7 @@ import torch
 from kvstore.kernels import tiles
 
 PROGRAM = Path(__file__).parents[3] / "benchmarks" / "gpu_check.py"
-SECTIONS = ["device", "correct", "plans", "tiles", "decode", "prefill", "copies"]
+SECTIONS = ["device", "engine", "store", "correct", "plans", "decode", "tiles", "prefill", "copies", "trace"]
 
 
 @pytest.fixture
@@ -39,7 +39,12 @@ def run(
 
 def test_every_section_runs(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module = tmp_path / "tiles.py"
-    code, rows = run(program, monkeypatch, tmp_path / "result.json", "--tiles", str(module))
+    code, rows = run(
+        program,
+        monkeypatch,
+        tmp_path / "result.json",
+        *("--tiles", str(module), "--trace", str(tmp_path / "trace.json")),
+    )
     assert code == 0 and not [row for row in rows if "error" in row or "left_out" in row]
     assert list(dict.fromkeys(row["section"] for row in rows)) == SECTIONS
     found: dict = {}
@@ -60,7 +65,7 @@ def test_a_wrong_kernel_is_found_and_the_rest_is_done(
 
     monkeypatch.setattr(program, "decode_attention", wrong)
     code, rows = run(program, monkeypatch, tmp_path / "result.json", "--only-correct")
-    assert code == 1 and {row["section"] for row in rows} == {"device", "correct"}
+    assert code == 1 and {row["section"] for row in rows} == set(program.ONLY_CORRECT)
     for row in rows:
         assert ("error" in row) == row["what"].startswith("decode"), row
 
@@ -68,6 +73,6 @@ def test_a_wrong_kernel_is_found_and_the_rest_is_done(
 def test_what_there_is_no_time_for_is_named(
     program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    code, rows = run(program, monkeypatch, tmp_path / "result.json", "--seconds", "0")
+    code, rows = run(program, monkeypatch, tmp_path / "result.json", "--seconds", "0", "--trace", "none")
     assert code == 0 and all(row["left_out"] == "no time left" for row in rows)
     assert list(dict.fromkeys(row["section"] for row in rows)) == SECTIONS

@@ -106,18 +106,21 @@ def test_torchs_attention_gives_the_same(
         case.check_prefill(prefill_attention, torch.float32, case.scattered(), scale=scale)
 
 
-def test_torchs_attention_is_used_where_prompts_are_long() -> None:
-    case = Case(seed=1, chunk_tokens=16, rows=2, kv_heads=1, group=2, head_dim=8)
-    case.add(0, more=cpu.TORCH_MIN + 40)
-    case.add(1, more=cpu.TORCH_MIN)
+@pytest.mark.parametrize("group", [1, 2, 8])
+def test_torchs_attention_is_used_where_a_kv_head_has_many_queries(group: int) -> None:
+    """What is gathered is gathered for all heads of a group."""
+    case = Case(seed=1, chunk_tokens=16, rows=3, kv_heads=1, group=group, head_dim=8)
+    least, alone = -(-cpu.TORCH_MIN // group), cpu.TORCH_ALONE_MIN
+    for row, tokens in enumerate((least + 40, least, alone)):
+        case.add(row, more=tokens)
 
     def chosen(new: dict[int, int], dtype: torch.dtype = torch.float32) -> bool:
-        return cpu.is_torchs(case.forest().prefill(new), dtype)
+        return cpu.is_torchs(case.forest().prefill(new), dtype, group)
 
-    assert chosen({0: cpu.TORCH_MIN}) and chosen({1: cpu.TORCH_MIN})
-    assert chosen({0: cpu.TORCH_MIN, 1: cpu.TORCH_MIN})
-    assert not chosen({0: cpu.TORCH_MIN - 1}) and not chosen({0: cpu.TORCH_MIN, 1: 1})
-    assert not chosen({0: cpu.TORCH_MIN}, torch.bfloat16)
+    assert chosen({0: least}) and chosen({1: least}) and chosen({2: alone})
+    assert chosen({0: least, 1: least, 2: alone})
+    assert not chosen({0: least - 1}) and not chosen({0: least, 2: 1})
+    assert not chosen({0: least}, torch.bfloat16)
 
 
 @settings(max_examples=60, deadline=None)
