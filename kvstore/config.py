@@ -36,6 +36,12 @@ REMOTE_STORE = "remote"
 """Name of the REMOTE store among the sources beyond this node,"""
 PEERS = "peers"
 """and of the nodes beside it."""
+REMOTE_WRITES = {
+    "on-evict": "writes on-evict: what is about to leave DRAM",
+    "write-through": "writes write-through: everything, soon",
+    "off": "writes off: reads alone",
+}
+"""Values of remote_writes, as the daemon says at its start what they do."""
 CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 """Names the TOML file; all else with the prefix is a setting."""
 ONE_SEGMENT = "in one segment: it serves one model at a time, and what another saves meanwhile is FULL"
@@ -324,7 +330,7 @@ class StoreConfig:
                 value=self.ssd_bytes,
                 remedy="raise ssd_bytes or lower ssd_slab_bytes or ssd_index_bytes",
             )
-        if self.remote_writes not in ("on-evict", "write-through", "off"):
+        if self.remote_writes not in REMOTE_WRITES:
             raise ConfigError(
                 'must be "on-evict", "write-through" or "off"',
                 field="remote_writes",
@@ -500,11 +506,15 @@ def _meant(name: str) -> str:
     ) + "kvstored --help lists all settings"
 
 
+def is_size(name: str) -> bool:
+    """Whether a setting of numbers is one in bytes, which may be given as 8G."""
+    return name.endswith(("_bytes", "_bytes_max", "_bytes_per_s"))
+
+
 def parse_setting(name: str, text: str) -> Any:
     """A setting given as text (flag or environment): sizes take K, M, G, T (powers of 1024), switches true or false,
     `tenants` "1000=alice,1001=bob", quotas "alice=8G,*=2G"."""
     kind = _kinds().get(name)
-    is_size = name.endswith(("_bytes", "_bytes_max", "_bytes_per_s"))
     if kind is None:
         raise ConfigError("no such setting", field=name, value=text, remedy=_meant(name))
     try:
@@ -513,7 +523,7 @@ def parse_setting(name: str, text: str) -> Any:
                 text.lower()
             ]
         if kind is int:
-            return _size(text) if is_size else int(text)
+            return _size(text) if is_size(name) else int(text)
         if kind is float:
             return float(text)
         if name in QUOTAS:
@@ -522,8 +532,8 @@ def parse_setting(name: str, text: str) -> Any:
         if kind is dict:
             return dict(pair.split("=", 1) for pair in text.split(",") if pair)
     except (KeyError, ValueError):
-        wanted = "a size" if is_size else QUOTAS_WANTED if name in QUOTAS else WANTED[kind]
-        remedy = "bytes, or a whole number with K, M, G or T: 8G" if is_size else ""
+        wanted = "a size" if is_size(name) else QUOTAS_WANTED if name in QUOTAS else WANTED[kind]
+        remedy = "bytes, or a whole number with K, M, G or T: 8G" if is_size(name) else ""
         raise ConfigError(f"is not {wanted}", field=name, value=text, remedy=remedy) from None
     return text
 

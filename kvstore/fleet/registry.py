@@ -180,10 +180,14 @@ def one_host(url: str) -> tuple[str, list[tuple[str, int]]]:
 
 
 def without_password(url: str) -> str:
-    """What a log may say of it."""
+    """What a log may say of it: no password, and no query, which may hold one."""
     scheme, found, rest = url.partition("://")
     login, at, place = rest.rpartition("@")
-    return f"{scheme}://{login.partition(':')[0]}:***@{place}" if found and at else url
+    if not found or "?" in login:  # where a password with a ? or a query with an @ ends is not known
+        return f"{scheme}://***" if found else url
+    place, query, _ = place.partition("?")
+    user = f"{login.partition(':')[0]}:***@" if at else ""
+    return f"{scheme}://{user}{place}{'?***' if query else ''}"
 
 
 def connect(url: str) -> Any:

@@ -36,7 +36,15 @@ import grpc.aio
 from prometheus_client.core import Metric
 
 from kvstore import __version__
-from kvstore.config import MORE_SEGMENTS, ONE_SEGMENT, PEERS, REMOTE_STORE, StoreConfig, address_remedy
+from kvstore.config import (
+    MORE_SEGMENTS,
+    ONE_SEGMENT,
+    PEERS,
+    REMOTE_STORE,
+    REMOTE_WRITES,
+    StoreConfig,
+    address_remedy,
+)
 from kvstore.core import events
 from kvstore.core.events import Ticket
 from kvstore.core.store import Store
@@ -769,6 +777,7 @@ class Daemon:
             "arena": f"arena {config.dram_bytes / 2**20:,.0f} MiB in {config.limits.segment_count} segments"
             f" ({config.protection}), staging at most {config.staging_bytes_max / 2**20:,.0f} MiB",
             "ssd": f"SSD {self._ssd_text()}",
+            "remote": f"REMOTE {self._remote_text()}",
             "directory": f"directory {config.run_dir}",
             "tcp": self._tcp_text(),
             "metrics": f"metrics http://{url_host(config.metrics_host)}:{config.metrics_port}/metrics"
@@ -794,6 +803,14 @@ class Daemon:
         tls = "" if self._tcp.tls is None else ", mTLS" if self._tcp.tls.client_ca else ", TLS"
         who = f"identities of {self.config.access_file}" if self.config.access_file else "NOT AUTHENTICATED"
         return f"TCP {self._tcp} ({who}{tls})"
+
+    def _remote_text(self) -> str:
+        config = self.config
+        if not config.remote_url:
+            return "off"
+        guarded = ("signed",) * bool(config.remote_salt_file) + ("encrypted",) * bool(config.remote_key_file)
+        what = ", ".join((REMOTE_WRITES[config.remote_writes], *guarded))
+        return f"{without_password(config.remote_url)} ({what})"
 
     def _ssd_text(self) -> str:
         config = self.config

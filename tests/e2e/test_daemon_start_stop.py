@@ -614,7 +614,8 @@ def test_every_line_of_both_outputs_is_json(run_dir, port, verbosity):
     lines = said()
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
     (words,) = [line for line in lines if line["message"].endswith("serves")]
-    assert words["ssd"] == "SSD off" and words["arena"].startswith("arena 16 MiB in 1 segments")
+    assert words["ssd"] == "SSD off" and words["remote"] == "REMOTE off"
+    assert words["arena"].startswith("arena 16 MiB in 1 segments")
     refused = [line for line in lines if line["level"] == "critical"]
     assert [line["field"] for line in refused] == ["run_dir", "dram_bytes", ""]
     assert all(line["remedy"] in line["message"] for line in refused)

@@ -51,6 +51,24 @@ def test_the_minimal_client_runs_as_pasted(start_daemon, run_dir):
         )
 
 
+@pytest.mark.parametrize(
+    ("page", "says"),
+    [
+        (README, ["saved 1048576 bytes", "loaded 1048576 bytes", "put and got 1048576 bytes"]),
+        (ROOT / "docs" / "asyncio.md", ["4 chunks loaded", "ACCEPTED"]),
+    ],
+    ids=["proto", "asyncio"],
+)
+def test_what_is_on_ssd_alone_after_a_restart_is_loaded(start_daemon, run_dir, tmp_path, page, says):
+    settings = {"ssd_dir": tmp_path / "ssd", "ssd_bytes": 256 << 20, "ssd_slab_bytes": 32 << 20}
+    daemon = start_daemon(**settings, drain_ms=20_000)
+    assert run(run_dir, page).stdout.splitlines() == says
+    assert daemon.stop() == 0
+    start_daemon(**settings)
+    ended = run(run_dir, page)
+    assert (ended.stdout.splitlines(), ended.stderr) == (says, "")
+
+
 def test_the_minimal_client_says_why_it_is_refused(start_daemon, run_dir):
     start_daemon(protection="group")
     ended = run(run_dir)
@@ -80,3 +98,24 @@ def test_the_gateway_of_schedulers_runs_as_pasted(start_daemon, run_dir):
     start_daemon()
     ended = run(run_dir, ROOT / "docs" / "schedulers.md")
     assert (ended.stdout, ended.stderr) == (f"{[f'answered chat {number}' for number in range(4)]}\n", "")
+
+
+@pytest.mark.parametrize("first", ["README.md", "docs/asyncio.md"])
+def test_the_pages_follow_each_other_on_one_daemon(first, start_daemon, run_dir):
+    """They have namespaces of one model name, each another, and a hint reaches its own."""
+    start_daemon(dram_bytes="64M")
+    readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[2]
+    pages = {
+        "README.md": (readme.replace('"/tmp/kv"', repr(str(run_dir))), ["['ACCEPTED', 'ACCEPTED']"]),
+        "docs/asyncio.md": (example(ROOT / "docs" / "asyncio.md"), ["4 chunks loaded", "ACCEPTED"]),
+        "proto/README.md": (
+            example(),
+            ["saved 1048576 bytes", "loaded 1048576 bytes", "put and got 1048576 bytes"],
+        ),
+    }
+    others = [name for name in pages if name != first]
+    for name in (first, *others, first):
+        text, said = pages[name]
+        command = [sys.executable, "-P", "-c", text, str(run_dir)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/", check=False)
+        assert (name, ended.stdout.splitlines(), ended.stderr) == (name, said, "")

@@ -13,6 +13,7 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 RUN_DIR = '"/tmp/kv"'
 SAYS = {
     "twelve lines": "[True, True, True, True]",
+    "after a restart": "[True, True, True, True]",
     "asyncio": "[True, True, True, True]",
     "hints": "['ACCEPTED', 'ACCEPTED']",
 }
@@ -20,7 +21,11 @@ SAYS = {
 
 def examples() -> dict[str, str]:
     found = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    return dict(zip(SAYS, found, strict=True))
+    by_name = dict(zip(SAYS, found, strict=True))
+    # It stands for the last lines of the first.
+    before, _, _ = by_name["twelve lines"].partition("    with store.read(")
+    by_name["after a restart"] = before + by_name["after a restart"]
+    return by_name
 
 
 def paste(example: str, run_dir: Path) -> tuple[str, str]:
@@ -52,6 +57,15 @@ def test_each_follows_the_others_and_the_doctor(start_daemon, run_dir, tmp_path)
     assert found.returncode == 0 and "FAIL" not in found.stdout, found
     for name, example in examples().items():
         assert paste(example, run_dir) == (SAYS[name], "")
+
+
+def test_what_is_on_ssd_alone_is_read_as_the_page_says(start_daemon, run_dir, tmp_path):
+    settings = {"ssd_dir": tmp_path / "ssd", "ssd_bytes": 256 << 20, "ssd_slab_bytes": 32 << 20}
+    daemon = start_daemon(**settings, drain_ms=20_000)
+    assert paste(examples()["twelve lines"], run_dir) == (SAYS["twelve lines"], "")
+    assert daemon.stop() == 0
+    start_daemon(**settings)
+    assert paste(examples()["after a restart"], run_dir) == (SAYS["after a restart"], "")
 
 
 def test_what_each_prints_stands_in_the_page():

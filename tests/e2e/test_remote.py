@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,6 +58,24 @@ def test_another_node_serves_what_one_has_written(start: Callable[..., Node]) ->
     assert [reason.name for reason in matched.reasons] == ["ON_REMOTE"] * 24 and matched.usable == 24
     assert b.read(keys) == ["HIT"] * 24  # every byte is compared
     assert b.counter("remote_chunks_fetched") == 24
+
+
+@pytest.mark.parametrize(("writes", "said"), [("write-through", "everything, soon"), ("off", "reads alone")])
+def test_the_start_line_names_the_store_and_what_is_written_there(
+    start_daemon: Callable[..., Any], tmp_path: Path, writes: str, said: str
+) -> None:
+    """And no credentials. A store that is away keeps no daemon from starting."""
+    pytest.importorskip("redis")
+    salt = tmp_path / "salt"
+    salt.write_text("5" * 64)
+    salt.chmod(0o600)
+    url = "redis://kv:hunter2@127.0.0.1:1/0?client_name=hunter2"
+    daemon = start_daemon(remote_url=url, remote_writes=writes, remote_salt_file=salt)
+    daemon.stop()
+    text = daemon.process.stdout.read()
+    (line,) = [line for line in map(json.loads, text.splitlines()) if line["message"].endswith("serves")]
+    assert line["remote"] == f"REMOTE redis://kv:***@127.0.0.1:1/0?*** (writes {writes}: {said}, signed)"
+    assert "hunter2" not in text + json.dumps(daemon.lines)
 
 
 @needs_redis

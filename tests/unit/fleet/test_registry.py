@@ -332,7 +332,15 @@ def test_other_urls_are_refused(url: str) -> None:
 def test_a_log_says_no_password() -> None:
     assert without_password("redis://user:secret@host:1/0") == "redis://user:***@host:1/0"
     assert without_password("redis://host:1") == "redis://host:1"
-    assert "secret" not in without_password("rediss://:secret@host")
+    assert without_password("redis://host:1/0?db=1") == "redis://host:1/0?***"
+    for url in (
+        "rediss://:secret@host",
+        "redis://host?password=secret",
+        "redis://user:secret@host?password=secret",
+        "redis://host?password=p@secret",
+        "redis://:p?secret@host",
+    ):
+        assert "secret" not in without_password(url), url
 
 
 def test_the_thread_outlives_answers_that_are_none(
