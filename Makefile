@@ -69,7 +69,7 @@ tidy: venv
 JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 PYTEST := .venv/bin/pytest --dist worksteal --numprocesses
 
-test: venv  ## all tests but the long ones, some minutes (ARGS='-k name', JOBS=processes)
+test: venv  ## all tests but the long ones, twenty minutes (ARGS='-k name', JOBS=processes)
 	$(PYTEST) $(JOBS) -m 'not slow' $(ARGS)
 
 test-long: venv  ## the tests that take longer: the demo, workers that die, a soak (ARGS='-k name')

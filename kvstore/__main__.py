@@ -26,7 +26,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvstore import __version__
-from kvstore.config import CONFIG_VARIABLE, ENVIRONMENT_PREFIX, StoreConfig, load, parse_setting
+from kvstore.config import (
+    CONFIG_VARIABLE,
+    ENVIRONMENT_PREFIX,
+    QUOTAS,
+    StoreConfig,
+    is_size,
+    load,
+    parse_setting,
+)
 from kvstore.errors import ConfigError, StoreError, Unavailable
 from kvstore.server import logs
 
@@ -71,7 +79,7 @@ def parser() -> Parser:
         result.add_argument(
             f"--{item.name.replace('_', '-')}",
             dest=item.name,
-            metavar="UID=TENANT,..." if item.default is MISSING else type(item.default).__name__.upper(),
+            metavar=placeholder(item.name, item.default),
             default=argparse.SUPPRESS,
             nargs="?" if isinstance(item.default, bool) else None,
             const="true"
@@ -80,6 +88,13 @@ def parser() -> Parser:
             help=f"{about[item.name]} (default: {shown(default)})".replace("%", "%%"),
         )
     return result
+
+
+def placeholder(name: str, default: object) -> str:
+    """What the help has for a setting's value."""
+    if default is MISSING:
+        return "TENANT=SIZE,..." if name in QUOTAS else "UID=TENANT,..."
+    return "SIZE" if is_size(name) else type(default).__name__.upper()
 
 
 def shown(default: object) -> str:

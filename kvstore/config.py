@@ -506,11 +506,15 @@ def _meant(name: str) -> str:
     ) + "kvstored --help lists all settings"
 
 
+def is_size(name: str) -> bool:
+    """Whether a setting of numbers is one in bytes, which may be given as 8G."""
+    return name.endswith(("_bytes", "_bytes_max", "_bytes_per_s"))
+
+
 def parse_setting(name: str, text: str) -> Any:
     """A setting given as text (flag or environment): sizes take K, M, G, T (powers of 1024), switches true or false,
     `tenants` "1000=alice,1001=bob", quotas "alice=8G,*=2G"."""
     kind = _kinds().get(name)
-    is_size = name.endswith(("_bytes", "_bytes_max", "_bytes_per_s"))
     if kind is None:
         raise ConfigError("no such setting", field=name, value=text, remedy=_meant(name))
     try:
@@ -519,7 +523,7 @@ def parse_setting(name: str, text: str) -> Any:
                 text.lower()
             ]
         if kind is int:
-            return _size(text) if is_size else int(text)
+            return _size(text) if is_size(name) else int(text)
         if kind is float:
             return float(text)
         if name in QUOTAS:
@@ -528,8 +532,8 @@ def parse_setting(name: str, text: str) -> Any:
         if kind is dict:
             return dict(pair.split("=", 1) for pair in text.split(",") if pair)
     except (KeyError, ValueError):
-        wanted = "a size" if is_size else QUOTAS_WANTED if name in QUOTAS else WANTED[kind]
-        remedy = "bytes, or a whole number with K, M, G or T: 8G" if is_size else ""
+        wanted = "a size" if is_size(name) else QUOTAS_WANTED if name in QUOTAS else WANTED[kind]
+        remedy = "bytes, or a whole number with K, M, G or T: 8G" if is_size(name) else ""
         raise ConfigError(f"is not {wanted}", field=name, value=text, remedy=remedy) from None
     return text
 

@@ -42,7 +42,13 @@ class StoreError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        where = f"{self.field}={self.value}: " if self.field else ""
+        where = (
+            f"{self.field}={self.value}: "
+            if self.field and self.value
+            else f"{self.field}: "
+            if self.field
+            else ""
+        )
         what_to_do = f" ({self.remedy})" if self.remedy else ""
         return f"{where}{self.message}{what_to_do}"
 

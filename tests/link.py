@@ -103,6 +103,7 @@ async def _main(port: int) -> None:
         carrier.bytes_per_s = int(line.split()[1]) if line.startswith("slow") else 0
         (carrier.is_open.clear if line == "cut" else carrier.is_open.set)()
         print(line, flush=True)
+    loop.set_exception_handler(lambda *_: None)  # what is open is given up
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from kvstore.cli.command import Command, byte_size, number
+from kvstore.cli.command import Command, ask_stats, byte_size, number
 from kvstore.cli.output import note, say, say_json
 from kvstore.cli.tables import age, name, peer_text, plain, size, table
 from kvstore.client import Client
 from kvstore.errors import BadRequest, DeadlineExceeded
 from kvstore.types import MAKER_BYTES
-from kvstore.v1 import admin_pb2, admin_pb2_grpc
+from kvstore.v1 import admin_pb2, admin_pb2_grpc, stats_pb2
 
 RECALL_WAIT_S = 300.0
 """For the index, all requests together."""
@@ -87,7 +87,7 @@ def _row(row: admin_pb2.QuarantinedSlot) -> tuple[object, ...]:
         row.slot,
         size(row.slot_bytes),
         row.namespace_id,
-        row.key.hex()[:16],
+        row.key.hex(),
         row.reason,
         f"{age(row.age_ms)} ago",
         row.next,
@@ -109,6 +109,8 @@ def recall(client: Client, options: argparse.Namespace) -> int:
         except DeadlineExceeded:
             if time.monotonic() > deadline:
                 raise
+    if not (reply.chunks or reply.sessions_in_all):
+        note(f"kvctl: --maker={options.maker.hex()}: nothing that it made is known here (see kvctl explain)")
     if options.json:
         say_json(plain(reply))
         return 0
@@ -148,6 +150,9 @@ def purge(client: Client, options: argparse.Namespace) -> int:
         except DeadlineExceeded:
             if time.monotonic() > deadline:
                 raise
+    if not (reply.chunks or reply.sessions or reply.schemas) and options.tenant not in _tenants(client):
+        tenant = peer_text(options.tenant)
+        note(f"kvctl: --tenant={tenant}: nothing of such a tenant is known here (see kvctl namespaces)")
     if options.json:
         say_json(plain(reply))
         return 0
@@ -161,8 +166,14 @@ def purge(client: Client, options: argparse.Namespace) -> int:
     return 0
 
 
+def _tenants(client: Client) -> set[str]:
+    """Who has a namespace here."""
+    reply = ask_stats(client, "ListNamespaces", stats_pb2.ListNamespacesRequest())
+    return {row.tenant for row in reply.namespaces}
+
+
 def _purge_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tenant", required=True, metavar="NAME", help="see kvctl stats")
+    parser.add_argument("--tenant", required=True, metavar="NAME", help="see kvctl namespaces")
     parser.add_argument("--dry-run", action="store_true", help="only say what would go at this node")
 
 

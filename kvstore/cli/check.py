@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.cli.command import Command, byte_size
 from kvstore.cli.output import OutputClosed, note, say, say_json
-from kvstore.cli.tables import plain, size, table
+from kvstore.cli.tables import counted, plain, size, table
 from kvstore.client import Client, connect
 from kvstore.config import StoreConfig, load
 from kvstore.errors import BadRequest, ConfigError, DeadlineExceeded, StoreError
@@ -190,7 +190,13 @@ def _show(found: Findings, options: argparse.Namespace) -> None:
         f"{found.directory}: {_chunks(found.progress)}, {found.slabs:,} slab files, {found.sessions:,} sessions,"
         f" {size(found.bytes_used)} used"
     )
-    say(f"{total:,} problems ({counts})" if total else "clean")
+    unread = (
+        f"{counted(found.other_key, 'chunk')} could not be verified: encrypted with a key that is not here"
+    )
+    say(
+        (f"{total:,} problems ({counts})" if total else "clean")
+        + (f"; {unread} (--ssd-key-file; a daemon without it drops them)" if found.other_key else "")
+    )
 
 
 def _chunks(progress: Progress) -> str:

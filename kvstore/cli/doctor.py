@@ -45,8 +45,6 @@ FORGETTING_LATE_MS = 60_000
 """What was dropped leaves the index within seconds."""
 FORGETS_READ_MS_MAX = 30_000
 """They are read once a second, from an object store each five."""
-TEXT_LETTERS = 200
-"""Of what the daemon says of its disk."""
 ENGINE_S = 300.0
 """An engine's libraries take long to load on a busy machine."""
 
@@ -334,17 +332,17 @@ class Patient:
         ssd = self.client.stats().ssd
         if ssd.state == "absent":
             return "off"
-        remedies = [peer_text(problem.remedy, TEXT_LETTERS) for problem in ssd.problems]
+        remedies = [peer_text(problem.remedy) for problem in ssd.problems]
         if ssd.state != "ok":
             raise Failed(
-                f"{ssd.state.replace('_', ' ')}: {peer_text(ssd.why, TEXT_LETTERS)}; what is saved is in DRAM alone",
+                f"{ssd.state.replace('_', ' ')}: {peer_text(ssd.why)}; what is saved is in DRAM alone",
                 remedies[0]
                 if remedies
                 else "see to the disk of ssd_dir (room, health); the daemon tries again by itself",
             )
         if ssd.problems:
             raise Failed(
-                "; ".join(peer_text(problem.what, TEXT_LETTERS) for problem in ssd.problems),
+                "; ".join(peer_text(problem.what) for problem in ssd.problems),
                 "; ".join(dict.fromkeys(remedies)),
             )
         found = f"ok, {ssd.slab_bytes >> 20} of {ssd.bytes >> 20} MiB are in slab files"

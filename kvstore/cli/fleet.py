@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from kvstore.cli.command import Command, byte_size, key, number, seconds, session_name, show
 from kvstore.cli.output import note, say, say_json
-from kvstore.cli.tables import peer_text, plain, size, table
+from kvstore.cli.tables import name, peer_text, plain, size, table
 from kvstore.client import Client
 from kvstore.errors import BadRequest, DeadlineExceeded
 from kvstore.types import ChunkKey
@@ -40,10 +40,10 @@ def route(client: Client, options: argparse.Namespace) -> int:
         keys=[ChunkKey(each) for each in options.key or ()],
         session=options.session or b"",
     )
-    return show(options, reply, lambda: _routes(reply))
+    return show(options, reply, lambda: _routes(reply, options.session))
 
 
-def _routes(reply: fleet_pb2.RouteReply) -> str:
+def _routes(reply: fleet_pb2.RouteReply, session: bytes | None = None) -> str:
     head = ("node", "prefix", "in DRAM", "bytes", "of keys", "to bring, ms", "DRAM full", "leases", "")
     rows = [
         (
@@ -60,7 +60,10 @@ def _routes(reply: fleet_pb2.RouteReply) -> str:
         for row in reply.nodes
     ]
     if not reply.keys:
-        return "no chunk to look for: fewer tokens than a chunk has, or a session without chunks"
+        why = (
+            f"no session {name(session)} with chunks is known" if session else "fewer tokens than a chunk has"
+        )
+        return f"no chunk to look for: {why}"
     return f"{table(head, rows)}\n{reply.keys:,} keys; registry: {reply.registry}"
 
 
@@ -159,9 +162,9 @@ def _drain(client: Client, options: argparse.Namespace) -> int:
     return 0
 
 
-def _node(client: Client, name: str) -> Any:
+def _node(client: Client, wanted: str) -> Any:
     reply = ask_fleet(client, "ListNodes", fleet_pb2.ListNodesRequest())
-    return next((row for row in reply.nodes if row.name == name), None)
+    return next((row for row in reply.nodes if row.name == wanted), None)
 
 
 def _route_arguments(parser: argparse.ArgumentParser) -> None:

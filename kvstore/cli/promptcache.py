@@ -63,10 +63,16 @@ def _read(path: str, field: str = "FILE") -> bytes:
 
 
 def _put(client: Client, options: argparse.Namespace) -> int:
+    refused = 0
     for path in options.files:
-        reply = put_schema(client, _read(path), document=Path(path).name)
+        try:
+            reply = put_schema(client, _read(path), document=Path(path).name)
+        except BadRequest as error:
+            refused += 1
+            note(f"kvctl: {error}")
+            continue
         for line in reply.warnings:
-            note(f"{path}: {peer_text(line, limit=200)}")
+            note(f"{path}: {peer_text(line)}")
         if options.json:
             say_json(plain(reply))
             continue
@@ -74,7 +80,7 @@ def _put(client: Client, options: argparse.Namespace) -> int:
         what = "is version" if reply.added else "is already version"
         lasting = "" if reply.durable else ", until the daemon ends: it has no SSD directory"
         say(f"{row.name} {what} {row.digest.hex()}: {row.modules} modules, {size(row.bytes)}{lasting}")
-    return 0
+    return 1 if refused else 0
 
 
 def _list(client: Client, options: argparse.Namespace) -> int:
@@ -108,8 +114,14 @@ def _remove(client: Client, options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     """Without a daemon."""
+    refused = 0
     for path in options.files:
-        schema = parse_schema(_read(path), document=Path(path).name)
+        try:
+            schema = parse_schema(_read(path), document=Path(path).name)
+        except BadRequest as error:
+            refused += 1
+            note(f"kvctl: {error}")
+            continue
         for line in schema.warnings:
             note(f"{path}: {line}")
         modules = [path for path, _ in schema.modules]
@@ -117,7 +129,7 @@ def _check(options: argparse.Namespace) -> int:
             say_json({"schema": schema.name, "modules": ["/".join(one) for one in modules]})
         else:
             say(f"{schema.name}: {len(modules)} modules, version {schema.digest.hex()}")
-    return 0
+    return 1 if refused else 0
 
 
 # ----------------------------------------------------------------------------------------------------------- render

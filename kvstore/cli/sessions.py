@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from kvstore.cli import objects
 from kvstore.cli.command import EXIT_NOT_DURABLE, Command, ask_stats, key, number, session_name, show
-from kvstore.cli.output import say, say_json
-from kvstore.cli.tables import age, name, peer_text, plain, size, table, word
+from kvstore.cli.output import note, say, say_json
+from kvstore.cli.tables import age, counted, name, peer_text, plain, size, table, word
 from kvstore.client import Client
 from kvstore.errors import NotFound
 from kvstore.types import MAKER_BYTES, ActionKind, Outcome, Reason, Tier
 from kvstore.v1 import hints_pb2, stats_pb2, store_pb2, store_pb2_grpc
 
+NOT_FOR_GOOD = "but not for good yet, it could come back"
 HINTED = {
     ActionKind.PREFETCH: "prefetched",
     ActionKind.DEMOTE: "demoted",
@@ -25,6 +26,10 @@ HINTED = {
 
 def sessions(client: Client, options: argparse.Namespace) -> int:
     reply = listed(client, options.namespace, options.limit)
+    if options.namespace and not reply.total and options.namespace not in _all_namespaces(client):
+        raise NotFound(
+            "no such namespace", field="--namespace", value=options.namespace, remedy="see kvctl namespaces"
+        )
     return show(options, reply, lambda: _sessions_text(reply))
 
 
@@ -101,7 +106,7 @@ def explain(client: Client, options: argparse.Namespace) -> int:
 
 def _history(chunk: stats_pb2.ChunkHistory) -> tuple[object, ...]:
     return (
-        chunk.key.hex()[:16],
+        chunk.key.hex(),
         word(Outcome, chunk.outcome),
         _reason(chunk.reason),
         " + ".join(tier.name for tier in Tier if chunk.tiers >> tier & 1) or "-",
@@ -172,33 +177,59 @@ def _hints(states: Sequence[hints_pb2.HintState]) -> str:
 
 
 def forget(client: Client, options: argparse.Namespace) -> int:
+    unknown: list[str] = []
     if options.file is not None:
         forgotten = objects.forget(client, options.file)
         count, why = int(forgotten), forgotten.not_durable
+        what = f"{counted(count, 'chunk')} of the file"
+        if not count and not why:
+            unknown.append(options.file.hex())
+    elif options.session:
+        count, why, what = _forget_session(client, options)
     else:
-        count, why = _forget(client, options, _where(client, options, missing_ok=True))
+        count, why = 0, ""
+        numbers = _where(client, options)
+        for one in dict.fromkeys(options.key):
+            dropped, not_durable = _forget(client, numbers, keys=[one])
+            count, why = count + dropped, why or not_durable
+            if not dropped and not not_durable:
+                unknown.append(one.hex())
+        what = counted(count, "chunk")
     if options.json:
-        say_json({"count": count, "durable": not why, "not_durable": why})
+        say_json({"count": count, "durable": not why, "not_durable": why, "unknown": unknown})
     else:
-        say(
-            f"{count} dropped" + (f", but a restart now could bring it back: {peer_text(why)}" if why else "")
-        )
-    return EXIT_NOT_DURABLE if why else 0
+        say(f"{what} dropped" + (f", {NOT_FOR_GOOD}: {peer_text(why)}" if why else ""))
+    for each in unknown:
+        field, kind = ("--key", "chunk") if options.key else ("--file", "file")
+        note(f"kvctl: {field}={each}: no such {kind} is known here")
+    if why:
+        return EXIT_NOT_DURABLE
+    return 1 if unknown and not count else 0
 
 
-def _forget(client: Client, options: argparse.Namespace, numbers: Sequence[int]) -> tuple[int, str]:
-    """How many were dropped, and why that is not durable. None of them has the session: it may be forgotten already,
-    and not durably."""
+def _forget_session(client: Client, options: argparse.Namespace) -> tuple[int, str, str]:
+    """How many were dropped, why that is not for good, and what they were. Where no namespace has the session it may be
+    forgotten already, and not durably."""
+    having = _having(client, options)
+    named = [options.namespace] if options.namespace else having
+    count, why = _forget(client, named or _all_namespaces(client), session=options.session)
+    if not having and not count and not why:
+        raise _no_such_session(options)
+    sessions = min(count, len(having))
+    what = "the session" if sessions == 1 else counted(sessions, "session")
+    return count, why, f"{what} and {counted(count - sessions, 'chunk')}"
+
+
+def _forget(
+    client: Client, numbers: Sequence[int], *, session: bytes = b"", keys: Sequence[bytes] = ()
+) -> tuple[int, str]:
+    """How many were dropped, and why that is not for good; "" if it is."""
     count, why = 0, ""
-    for namespace in numbers or _all_namespaces(client):
-        ask = store_pb2.ForgetRequest(
-            namespace_id=namespace, session=options.session or b"", keys=options.key
-        )
+    for namespace in numbers:
+        ask = store_pb2.ForgetRequest(namespace_id=namespace, session=session, keys=keys)
         reply = client.unary(store_pb2_grpc.StoreStub, "Forget", ask)
         count += reply.count
         why = why or reply.not_durable
-    if not numbers and not count and not why:
-        raise _no_such_session(options)
     return count, why
 
 
@@ -221,21 +252,28 @@ def listed(client: Client, namespace: int, limit: int) -> stats_pb2.ListSessions
             return found
 
 
-def _where(client: Client, options: argparse.Namespace, *, missing_ok: bool = False) -> list[int]:
+def _where(client: Client, options: argparse.Namespace) -> list[int]:
     """The namespaces that are meant: the one that was named, else those that have the session, else (keys) all."""
     if options.namespace:
         return [options.namespace]
     if options.session:
-        reply = ask_stats(client, "ListSessions", stats_pb2.ListSessionsRequest(session=options.session))
-        # a daemon that is older lists all of them
-        found = [row.namespace_id for row in reply.rows if row.session == options.session]
-        if not found and not missing_ok:
+        found = _having(client, options)
+        if not found:
             raise _no_such_session(options)
         return found
     numbers = _all_namespaces(client)
     if not numbers:
         raise NotFound("no namespace is open", field="--key", value=options.key[0])
     return numbers
+
+
+def _having(client: Client, options: argparse.Namespace) -> list[int]:
+    """The namespaces that have the session; of them the one that was named, if one was."""
+    ask = stats_pb2.ListSessionsRequest(namespace_id=options.namespace, session=options.session)
+    rows = ask_stats(client, "ListSessions", ask).rows
+    return [
+        row.namespace_id for row in rows if row.session == options.session
+    ]  # an older daemon lists others
 
 
 def _all_namespaces(client: Client) -> list[int]:
@@ -290,7 +328,8 @@ COMMANDS = (
     Command(
         "forget",
         "drop a session and the chunks that nothing else names, single keys, or a file;"
-        f" status {EXIT_NOT_DURABLE}: dropped, but a restart now could bring it back",
+        f" status 1: nothing of it is known here; {EXIT_NOT_DURABLE}: dropped, but a restart now, or another node,"
+        " could bring it back",
         run=forget,
         arguments=_forget_arguments,
     ),

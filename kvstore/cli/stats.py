@@ -11,16 +11,17 @@ from kvstore import measures
 from kvstore.cli.command import Command, ask_stats, seconds, show
 from kvstore.cli.output import say, say_json
 from kvstore.cli.rates import Rates, rates
-from kvstore.cli.tables import age, count, peer_text, plain, rate, share, size, table
+from kvstore.cli.tables import age, count, counted, peer_text, plain, rate, share, size, table
 from kvstore.client import Client
 from kvstore.v1 import stats_pb2, types_pb2
 
 WATCH_S = 1.0
 HEAD_EVERY = 20
 """Lines of a watch between two heads."""
+TEXT_LETTERS = 200
+"""Of a field of an identity, where what is cut alike is told apart."""
 DIGEST_LETTERS = 16
 """Of a digest in hexadecimal, where that tells all that are shown apart."""
-TEXT_LETTERS = 200
 
 
 def stats(client: Client, options: argparse.Namespace) -> int:
@@ -100,6 +101,7 @@ def stats_text(reply: stats_pb2.StatsReply, *, long: bool = False) -> str:
         f" assigned {size(arena.assigned_bytes)}, retiring {size(arena.retiring_bytes)}",
         *_ssd_lines(reply),
         *_beyond_lines(reply),
+        *_lookup_lines(reply),
     ]
     if any(row.dram_quota or row.ssd_quota or row.remote_quota for row in reply.tenants):
         parts += ["", _tenants_text(reply.tenants)]
@@ -177,6 +179,22 @@ def _beyond_lines(reply: stats_pb2.StatsReply) -> list[str]:
     return lines
 
 
+def _lookup_lines(reply: stats_pb2.StatsReply) -> list[str]:
+    """Since the start: what was found of what was asked for, and why the rest was not."""
+    ever = rates(None, reply)
+    if not ever.lookups:
+        return []
+    lines = [
+        f"{counted(ever.lookups, 'lookup')}: {counted(ever.hits, 'hit')} ({share(ever.share(ever.hits))}),"
+        f" {sum(ever.pending.values()):,} pending, {sum(ever.misses.values()):,} missed"
+    ]
+    for what, reasons in (("pending", ever.pending), ("missed", ever.misses)):
+        if reasons:
+            told = (f"{times:,} {peer_text(reason).replace('_', ' ')}" for reason, times in reasons.items())
+            lines.append(f"    {what}: {', '.join(told)}")
+    return lines
+
+
 def _ssd_lines(reply: stats_pb2.StatsReply) -> list[str]:
     ssd = reply.ssd
     if ssd.state == "absent":
@@ -198,7 +216,7 @@ def _ssd_lines(reply: stats_pb2.StatsReply) -> list[str]:
         + (f" ({1 - cold / hits:.1%} in DRAM)" if hits else "")
         + f"; {size(ssd.free_bytes)} are free on its file system",
         *(
-            f"    problem: {peer_text(problem.what, TEXT_LETTERS)} ({peer_text(problem.remedy, TEXT_LETTERS)})"
+            f"    problem: {peer_text(problem.what)} ({peer_text(problem.remedy)})"
             for problem in ssd.problems
         ),
     ]

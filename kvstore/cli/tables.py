@@ -11,6 +11,8 @@ from google.protobuf.message import Message
 from kvstore.errors import shorten
 from kvstore.types import Outcome, Reason, Tier
 
+TEXT_LETTERS_MAX = 2_048
+"""Of one text: a peer must not flood a terminal."""
 WORDS: dict[str, type[enum.IntEnum]] = {"outcome": Outcome, "reason": Reason}
 """Fields that hold a number of an enum of ours."""
 SETS: dict[str, type[enum.IntEnum]] = {"tiers": Tier}
@@ -80,6 +82,11 @@ def share(part: float | None, unit: str = " %") -> str:
     return "-" if part is None else f"{100 * part:.1f}{unit}"
 
 
+def counted(number: int, what: str) -> str:
+    """1, "chunk" -> "1 chunk"; 1234, "chunk" -> "1,234 chunks"."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def name(session: bytes) -> str:
     """A session's name as it may be given on the command line again: text, or hex:... when it is none."""
     try:
@@ -89,8 +96,9 @@ def name(session: bytes) -> str:
     return text if text and text.isprintable() and not text.startswith("hex:") else f"hex:{session.hex()}"
 
 
-def peer_text(text: str, limit: int = 40) -> str:
-    """Text that came from a peer, without what a terminal might obey."""
+def peer_text(text: str, limit: int = TEXT_LETTERS_MAX) -> str:
+    """Text that came from a peer, without what a terminal might obey. Whole: names are given on the command line again,
+    and the end of a reason tells it from others."""
     return "".join(letter if letter.isprintable() else "?" for letter in shorten(text, limit=limit))
 
 

@@ -449,6 +449,8 @@ class Store:
         if namespace is None or namespace.spec.weights_epoch < spec.weights_epoch:
             namespace = self._new_namespace(worker, spec, family, namespace)
         worker.opened.add(namespace.id)
+        state.opens += 1
+        namespace.opened = state.opens
         timeless = replace(spec, weights_epoch=0)
         if timeless not in worker.group.specs:
             worker.group.specs.append(timeless)
@@ -718,7 +720,8 @@ def _check_engine_group(group: EngineGroup, spec: NamespaceSpec) -> None:
                     f"another member of engine group {group.name!r} opened it differently: {'; '.join(differences)}",
                     field="namespace",
                     value=spec.model,
-                    remedy="all ranks of an engine must send the same namespace",
+                    remedy="all ranks of an engine must send the same namespace; a process that serves two of one name "
+                    "opens each by another connect()",
                 )
 
 

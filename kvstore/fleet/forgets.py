@@ -18,6 +18,7 @@ from kvstore.tiers.remote.backend import Book, News, StoreProblem
 from kvstore.tiers.remote.records import Description
 from kvstore.tiers.remote.redis_tombstones import RedisTombstones
 from kvstore.tiers.remote.tombstones import Forgotten
+from kvstore.types import OpId
 
 KEPT_S = 30 * 24 * 3_600
 """A node that was away for longer takes all that it has for forgotten."""
@@ -47,6 +48,8 @@ class FleetForgets:
         self._done = done
         self._within_s = within_s
         self._told: deque[ForgetChunks] = deque()
+        self._postponed: list[OpId] = []
+        """Answered as not told."""
         self._read_at: float | None = None
         self._tidied_at = time.monotonic()
         self.wake: Callable[[], None] = lambda: None
@@ -129,5 +132,11 @@ class FleetForgets:
     def _answer(self, effects: list[ForgetChunks], why: str) -> None:
         if why and self.book.unsaved:
             why = f"{why}; {self.book.unsaved}"
+        if not why:
+            for op in self._postponed:  # what was in the journal was told with this
+                self._done(ChunksForgotten(op))
+            self._postponed.clear()
         for effect in effects:
             self._done(ChunksForgotten(effect.op, why))
+            if why:
+                self._postponed.append(effect.op)

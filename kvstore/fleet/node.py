@@ -380,7 +380,7 @@ class FleetNode:
 
     def _forget(self, news: News, asked_at: float) -> None:
         """What other nodes have forgotten, by the digests that this node's namespaces have here."""
-        forgotten, count, reached = news
+        forgotten, count, reached, untold = news
         ours: dict[bytes, bytes] = {}
         if any(digest for digest, _, _ in forgotten):
             for number, namespace in self._loop().store.state.namespaces.items():
@@ -393,7 +393,7 @@ class FleetNode:
             if not digest or digest in ours
         )
         age_ms = int(1_000 * (time.monotonic() - asked_at))
-        self._loop().post(ForgottenElsewhere(PEERS, meant, count, age_ms, reached))
+        self._loop().post(ForgottenElsewhere(PEERS, meant, count, age_ms, reached, untold))
 
     def _cancel(self) -> None:
         for task in (self._task, self._draining):

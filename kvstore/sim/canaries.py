@@ -20,7 +20,7 @@ from kvstore.core.policies.expected import Expected
 from kvstore.core.policies.hints import Hints
 from kvstore.core.pool import Pool, Segment
 from kvstore.core.quotas import Quotas
-from kvstore.core.remote.forgets import Forgets
+from kvstore.core.remote.forgets import Channel, Forgets
 from kvstore.core.remote.saves import RemoteSaves
 from kvstore.core.remote.sessions import SharedSessions
 from kvstore.core.remote.sources import Sources
@@ -281,6 +281,15 @@ def _any_number(original: Original) -> Any:
     return publish
 
 
+def _any_model(original: Original) -> Any:
+    """A hint by model is for whichever namespace was opened last, whosesoever it is."""
+
+    def namespaces(state: State, namespace: Namespace) -> list[Namespace]:
+        return sorted(state.namespaces.values(), key=lambda each: each.opened, reverse=True)
+
+    return namespaces
+
+
 def _unshared_pins(original: Original) -> Any:
     """Whoever pinned first keeps it all, however many tenants come."""
     return lambda actions, kind: None
@@ -509,6 +518,11 @@ def _never_noted(original: Original) -> Any:
     return lambda forgets: None
 
 
+def _told_when_answered(original: Original) -> Any:
+    """What a source could not be told counts as told."""
+    return property(lambda channel: channel.answered)
+
+
 def _not_anew(original: Original) -> Any:
     """What a node heard of as forgotten while it was on its way is a miss, though it was saved again since."""
     return lambda sources, row: False
@@ -530,6 +544,7 @@ FLEET_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "heed-none": (Journal, "behind", _heeds_none),
     "purge-spares-ssd": (Forgets, "purge_row", _spares_ssd),
     "saved-again-is-slow": (Sources, "_is_to_ask_anew", _not_anew),
+    "untold-is-done": (Channel, "told", _told_when_answered),
 }
 """What only a run with other nodes finds."""
 
@@ -566,6 +581,7 @@ CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "plan-without-new": (JobBook, "came", _not_noticed),
     "plan-old-session": (JobBook, "session_changed", _not_inherited),
     "skip-lost-hints": (Queue, "publish", _any_number),
+    "hint-anywhere": (State, "namespaces_of_model", _any_model),
     "unshared-pins": (HintActions, "_share", _unshared_pins),
     "outlived-hint": (HintActions, "forget", _outlived),
     "touch-pinned": (Touches, "_renew_resident", _touched_pinned),

@@ -104,7 +104,7 @@ class FleetCluster(RemoteCluster):
             case ev.FetchChunks():
                 self._inbox.append(self._peer_gives(effect, trouble))
             case ev.ForgetChunks():
-                self._inbox.append(self._tell_registry(effect, trouble))
+                self._answer_forget(PEERS, effect.op, self._tell_registry(trouble))
         if self.weather.random() < 0.5:
             self._read_registry()
         if self._news[PEERS] or isinstance(effect, ev.ForgetChunks):
@@ -179,9 +179,9 @@ class FleetCluster(RemoteCluster):
 
     # ------------------------------------------------------------------------------------------------------ forgets
 
-    def _tell_registry(self, effect: ev.ForgetChunks, trouble: str) -> ev.ChunksForgotten:
+    def _tell_registry(self, trouble: str) -> str:
         if trouble == "fails":
-            return ev.ChunksForgotten(effect.op, "as told")
+            return "as told"
         self._read_registry()
         count = self.registry.count + 1
         pending = self.journals[PEERS].pending
@@ -191,7 +191,8 @@ class FleetCluster(RemoteCluster):
             self._is_heard_again(PEERS, one)
         pending.clear()
         self.registry.count = self.known_peers.count = count
-        return ev.ChunksForgotten(effect.op, "")
+        self._tell_postponed(PEERS)
+        return ""
 
     def _read_registry(self) -> None:
         self._read_elsewhere(PEERS, self.registry)

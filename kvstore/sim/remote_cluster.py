@@ -9,6 +9,7 @@ of it that was answered as durable.
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -113,6 +114,12 @@ class RemoteCluster(Cluster):
         self._purge_asked: dict[tuple[WorkerId, int], int] = {}
         """By request: when a purge was asked for."""
         self._purged_at: dict[bytes, int] = {}
+        self._purge_asked_last: dict[bytes, tuple[WorkerId, int]] = {}
+        """Likewise, who asked last."""
+        self._forget_asked: ev.Ticket | None = None
+        """The Forget that was asked last."""
+        self._postponed: defaultdict[str, list[OpId]] = defaultdict(list)
+        """By source: what was answered as not told, and what the core is to hear of once more."""
         """By mark of the tenant: when what was answered as purged was asked for."""
         self._heeded_by_store_at: dict[tuple[bytes, ChunkKey], int] = {}
         """Likewise, by the REMOTE store, whose count its records say."""
@@ -157,6 +164,8 @@ class RemoteCluster(Cluster):
         self._sharing.clear()
         self._emitted.clear()  # numbers of ops begin anew
         self._marks_heard.clear()
+        self._postponed.clear()
+        self._forget_asked = None
         self._fetching.clear()
         for name, journal in self.journals.items():
             self._news[name] = journal.behind(self.store.state.heeded.get(name))
@@ -221,7 +230,8 @@ class RemoteCluster(Cluster):
         journal = self.journals[name]
         news, self._news[name] = tuple(dict.fromkeys(self._news[name])), []
         self._told_of[name] = reached = journal.reached(name)
-        return ev.ForgottenElsewhere(name, news, journal.tombstones.count, heeded=reached)
+        untold = len(journal.pending)
+        return ev.ForgottenElsewhere(name, news, journal.tombstones.count, heeded=reached, untold=untold)
 
     def _read_elsewhere(self, name: str, told: Tombstones, *, is_other: bool = False) -> None:
         """As `Book.learn`."""
@@ -286,7 +296,7 @@ class RemoteCluster(Cluster):
             case ev.StoreChunks():
                 self._inbox.append(self._store_away(effect, trouble))
             case ev.ForgetChunks():
-                self._inbox.append(ev.ChunksForgotten(effect.op, self._forget_away(trouble)))
+                self._answer_forget("remote", effect.op, self._forget_away(trouble))
             case ev.ForgetSessions():
                 self._inbox.append(self.sessions.forget(effect))
             case ev.TenantPurged():
@@ -518,7 +528,11 @@ class RemoteCluster(Cluster):
     def step(self, event: ev.Event) -> None:
         if isinstance(event, ev.PurgeTenant) and not event.dry_run:
             self._orders += 1
-            self._purge_asked.setdefault((event.ticket.worker, event.ticket.request_id), self._orders)
+            asked = (event.ticket.worker, event.ticket.request_id)
+            if self._purge_asked.setdefault(asked, self._orders) == self._orders:
+                self._purge_asked_last[tenant_mark(event.tenant)] = asked
+        if isinstance(event, ev.Forget):
+            self._forget_asked = event.ticket
         if isinstance(event, ev.ForgottenElsewhere) and event.forgotten:
             self._orders += 1
             self._heard_orders |= {
@@ -627,6 +641,7 @@ class RemoteCluster(Cluster):
                 if self._heeded_by_store_at.get(name, -1) <= self._others_told_at.get(name, -1):
                     self._heeded_by_store_at[name] = self._orders
             self.pending.clear()
+        self._tell_postponed("remote")
         return True
 
     def _tell(self, forgotten: list[Forgotten]) -> None:
@@ -638,6 +653,15 @@ class RemoteCluster(Cluster):
         self._orders += 1
         self.told.count = self.known.count = count
         self.told.head = self.known.head = f"{self._orders}"
+
+    def _answer_forget(self, name: str, op: OpId, why: str) -> None:
+        self._inbox.append(ev.ChunksForgotten(op, why))
+        if why:
+            self._postponed[name].append(op)
+
+    def _tell_postponed(self, name: str) -> None:
+        """What the source could not take before was told."""
+        self._inbox += [ev.ChunksForgotten(op) for op in self._postponed.pop(name, ())]
 
     def _forget_away(self, trouble: str) -> str:
         if trouble == "fails" or not self._catch_up():
@@ -684,11 +708,21 @@ class RemoteCluster(Cluster):
                     if row == NONE or self.store.state.chunks.shard0[row] == NONE:
                         self._orders += 1
                         self._forgotten_at[namespace.salt, key] = self._orders
+                if event.ticket == self._forget_asked:  # no other since
+                    self._check_told([(namespace.salt, key, b"") for key in event.keys])
         asked = (effect.ticket.worker, effect.ticket.request_id)
         if isinstance(event, ev.PurgeTenant) and isinstance(answer, ev.Purged) and asked in self._purge_asked:
             mark = tenant_mark(event.tenant)
             self._purged_at[mark] = max(self._purge_asked[asked], self._purged_at.get(mark, -1))
+            if self._purge_asked_last[mark] == asked:
+                self._check_told([(b"", WHOLE, mark), (b"", WHOLE, mark.ljust(16))])
         super()._replied(effect)
+
+    def _check_told(self, forgotten: Sequence[Forgotten]) -> None:
+        """An answer without a reservation says that nobody serves it any more: every source knows of it."""
+        for name, journal in self.journals.items():
+            untold = [one for one in forgotten if one in journal.pending]
+            assert not untold, f"answered as done, and {name} does not know it yet: {untold}"
 
     def _check_quarantined(self, effect: ev.Quarantined) -> None:
         if effect.tier is not Tier.REMOTE:

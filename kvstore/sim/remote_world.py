@@ -43,6 +43,8 @@ class RemoteWorld(DiskWorld):
         """Up to which count of forgets what comes is held against."""
         self.sessions = ToldSessions(random.Random("sessions"))
         self.tombstones: set[tuple[bytes, ChunkKey, bytes]] = set()
+        self.untold: dict[str, list[ev.ForgetChunks]] = {}
+        """By source: what it could not take."""
         if "remote_store" in world:
             world.setdefault("forgets_told", (world["remote_store"],))
         super().__init__(sources=sources, **world)
@@ -77,7 +79,10 @@ class RemoteWorld(DiskWorld):
                 for key in effect.keys:
                     self.elsewhere[effect.source].pop((effect.digest, key), None)
             case ev.ForgetChunks():
-                if not fails:
+                if fails:
+                    self.untold.setdefault(effect.source, []).append(effect)
+                else:
+                    self.tell_untold(effect.source)
                     self._forget_elsewhere(effect)
                 self._inbox.append(ev.ChunksForgotten(effect.op, fails))
             case ev.ForgetSessions():
@@ -104,6 +109,12 @@ class RemoteWorld(DiskWorld):
             cost_ms=1.0,
             wheres=(effect.source,) * len(effect.keys),
         )
+
+    def tell_untold(self, source: str) -> None:
+        """It can be reached again."""
+        for effect in self.untold.pop(source, ()):
+            self._forget_elsewhere(effect)
+            self._inbox.append(ev.ChunksForgotten(effect.op))
 
     def _forget_elsewhere(self, effect: ev.ForgetChunks) -> None:
         """A tombstone, and what it is about goes."""

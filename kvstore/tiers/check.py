@@ -119,6 +119,8 @@ class Findings:
     notes_count: int = 0
     fixed: list[str] = field(default_factory=list)
     """What was done, in order."""
+    other_key: int = 0
+    """Chunks that are encrypted with a key that was not given: nothing in them was verified."""
     progress: Progress = field(default_factory=Progress)
     slabs: int = 0
     sessions: int = 0
@@ -519,7 +521,9 @@ class Check:
                 for (key, _), problem in zip(mine, wrong, strict=True):
                     if problem is not None and problem.kind == REUSED:
                         self._delete["chunks"].add(key)
-                        why = "" if problem.what.endswith(OTHER_KEY) else "a crash leaves that; "
+                        other_key = problem.what.endswith(OTHER_KEY)
+                        self.found.other_key += other_key
+                        why = "" if other_key else "a crash leaves that; "
                         self._note(f"{problem.where}: {problem.what} ({why}--fix deletes the row)")
                     elif problem is not None and not problem.fixable:
                         self._problem(problem)

@@ -423,6 +423,7 @@ class SsdTier:
             about = bytes(head[: format.RECORD_ABOUT_BYTES])
             opening = None if self.cipher is None else self.cipher.opening(header.sealing, about)
             if opening is None:
+                self._say_other_key(place)
                 return Result(DiskResult.REUSED, _where(place, OTHER_KEY))
             opening.decrypt(payload.data)
             if not opening.is_whole():
@@ -433,8 +434,17 @@ class SsdTier:
             return _corrupt(place, "its bytes do not match their checksum")
         return OK
 
+    def _say_other_key(self, place: DiskPlace) -> None:
+        """Only its record says with which key a chunk is encrypted, so that no start can count them. The log holds
+        repeats back, and says how many."""
+        log.warning(
+            "%s: its chunk is dropped as evicted: it is encrypted with a key that ssd_key_file has not (any more); a "
+            "file with both keys keeps such chunks",
+            _name(place),
+        )
+
     def _scrub(self, effect: ScrubRecords) -> None:
-        """Nothing is counted or logged: a slot that was freed meanwhile may hold another record, and only the core
+        """Nothing else is counted or logged: a slot that was freed meanwhile may hold another record, and only the core
         knows."""
         assert self._verifier is not None, "submit before open"
         self._scrub_bytes_per_s = effect.bytes_per_s
@@ -445,6 +455,8 @@ class SsdTier:
                 slab.room(record.length, direct=self._direct)
                 offset = format.slot_offset(slab.slot_bytes, place.slot)
                 results.append(self._verifier.check(slab.fd, offset, record, place.generation))
+                if results[-1].why == OTHER_KEY:
+                    self._say_other_key(place)
             except Exception as problem:
                 results.append(failed(problem))
         whys = tuple(result.why for result in results)
@@ -581,7 +593,11 @@ def _corrupt(place: DiskPlace, why: str) -> Result:
 
 
 def _where(place: DiskPlace, why: str) -> str:
-    return f"{format.slab_name(place.slab)}, slot {place.slot}: {why}"
+    return f"{_name(place)}: {why}"
+
+
+def _name(place: DiskPlace) -> str:
+    return f"{format.slab_name(place.slab)}, slot {place.slot}"
 
 
 def _check(config: StoreConfig) -> None:

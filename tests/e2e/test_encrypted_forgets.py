@@ -151,6 +151,7 @@ def _kill(daemon: Any, after_s: float) -> None:
     daemon.kill()
 
 
+@pytest.mark.timeout(600)  # of a machine that does much else
 @pytest.mark.parametrize(
     ("seed", "rounds"),
     [(0, 5), (1, 5), *(pytest.param(seed, 15, marks=pytest.mark.slow) for seed in range(2, 8))],

@@ -59,6 +59,8 @@ def test_it_survives_kill_9_and_a_rotation(
         save(space, new, wait=Wait.DURABLE)
     assert daemon.stop() == 0
 
+    rotated = check(ssd, "--ssd-key-file", str(after))
+    assert (rotated.status, rotated.found["clean"], rotated.found["other_key"]) == (0, True, COUNT), rotated
     daemon = start(after)  # the old key is gone, and with it what only that one opens
     with client_of(daemon) as client:
         space = client.open(SPEC)

@@ -154,6 +154,7 @@ def test_a_conversation_moves_from_node_to_node(join: Callable[..., Member]) -> 
     assert c.counter("remote_chunks_fetched") == 8
 
 
+@pytest.mark.timeout(600)  # of a machine that does much else
 def test_a_peer_behind_a_slow_link_gives_all_it_holds_and_is_not_left_alone(
     join: Callable[..., Member],
 ) -> None:

@@ -84,6 +84,10 @@ def test_stats_for_people(daemon, kvctl, session):
     assert "tiny" in text
     assert "quarantined" in text
     assert "chunks_saved: Chunks committed" not in text
+    assert "lookup" not in text.split("\n\n")[0], "nobody has asked for anything"
+    session.ask("acquire", store_pb2.AcquireRequest(namespace_id=1, keys=[b"c"]))
+    text = kvctl("stats").decode()
+    assert "1 lookup: 0 hits (0.0 %), 0 pending, 1 missed\n    missed: 1 never seen\n" in text
     assert "chunks_saved: Chunks committed with all their shards." in kvctl("stats", "--long").decode()
 
 
@@ -189,7 +193,7 @@ def test_explain_a_session(daemon, kvctl, session):
 
 
 def test_explain_says_why_a_chunk_is_gone(daemon, kvctl, session):
-    assert kvctl("forget", "--key", b"b".hex()) == b"1 dropped\n"
+    assert kvctl("forget", "--key", b"b".hex()) == b"1 chunk dropped\n"
     text = kvctl("explain", "talk").decode()
     assert "hit" in text
     assert "forgotten" in text
@@ -203,10 +207,52 @@ def test_explain_keys(daemon, kvctl, session):
 
 
 def test_forget_a_session(daemon, kvctl, session, namespace):
-    assert kvctl("forget", "talk") == b"3 dropped\n"
+    assert kvctl("forget", "talk") == b"the session and 2 chunks dropped\n"
     assert "0 of 0 sessions" in kvctl("sessions").decode()
     request = store_pb2.MatchRequest(namespace_id=namespace, keys=[b"a"])
     assert session.ask("match", request).outcomes == b"\2"
+
+
+def test_a_key_that_explain_shows_is_one_that_others_take(daemon, kvctl, run_dir, spec):
+    with client_of(run_dir) as client:
+        store = client.open(spec)
+        keys = store.keys(range(64))
+        with store.write(keys) as batch:
+            batch.copy_from(0, bytes(SHARD))
+            assert batch.commit().ok
+        store.update_session("talk", expected_version=0, keep=0, append=[SessionEntry(keys[0], 0, 64)])
+    shown = kvctl("explain", "talk").decode().splitlines()[2].split()[0]
+    assert shown == keys[0].hex()
+    assert " hit " in kvctl("explain", "--key", shown).decode()
+    assert kvctl("forget", "--key", shown) == b"1 chunk dropped\n"
+
+
+def test_forget_says_what_it_did_not_know(daemon, kvctl, session, namespace):
+    known, unknown = b"a".hex(), "ff" * 32
+    assert kvctl("forget", "--key", unknown, status=1) == b"0 chunks dropped\n"
+    assert kvctl.stderr == f"kvctl: --key={unknown}: no such chunk is known here\n"
+    told = json.loads(kvctl("forget", "--json", "--key", known, "--key", unknown))
+    assert told == {"count": 1, "durable": True, "not_durable": "", "unknown": [unknown]}
+    assert "no such chunk" in kvctl.stderr
+    kvctl("forget", "--namespace", str(namespace), "another", status=1)
+    assert "no such session" in kvctl.stderr
+    assert kvctl("forget", "--file", "00" * 16, status=1) == b"0 chunks of the file dropped\n"
+    assert "no such file" in kvctl.stderr
+
+
+def test_names_that_nobody_has_are_said_to_be_unknown(daemon, kvctl, session):
+    for dry_run in (["--dry-run"], []):
+        kvctl("purge", "--tenant", "alcie", *dry_run)
+        assert "--tenant=alcie: nothing of such a tenant is known here" in kvctl.stderr
+    kvctl("recall", "--maker", "ab" * 16, "--dry-run")
+    assert "nothing that it made is known here" in kvctl.stderr
+    kvctl("sessions", "--namespace", "99", status=1)
+    assert "--namespace=99: no such namespace" in kvctl.stderr
+    kvctl("purge", "--tenant", "default")
+    assert not kvctl.stderr
+    kvctl("purge", "--tenant", "default")
+    assert not kvctl.stderr, "it has a namespace, of which nothing is left"
+    assert "no session another with chunks is known" in kvctl("route", "--session", "another").decode()
 
 
 # ------------------------------------------------------------------------------------------------------ put and get

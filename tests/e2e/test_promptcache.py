@@ -43,7 +43,7 @@ def run_kvctl(run_dir: Path) -> Callable[..., str]:
         ):
             kvctl.main(["--run-dir", str(run_dir), "--timeout", "20", *arguments])
         assert end.value.code == status, (out.getvalue(), err.getvalue())
-        return err.getvalue() if status else out.getvalue()
+        return err.getvalue() + out.getvalue() if status else out.getvalue()
 
     return run
 
@@ -155,7 +155,10 @@ def test_kvctl_from_file_to_rendered_prompt(daemon: Any, run_kvctl: Callable[...
 def test_kvctl_needs_no_daemon_for_files(run_kvctl: Callable[..., str], files: Path) -> None:
     assert "3 modules" in run_kvctl("promptcache", "check", str(files / "trip.xml"))
     (files / "bad.xml").write_text("<schema name='s'>\n<union>x</union></schema>")
-    assert "bad.xml:2:1=<union>" in run_kvctl("promptcache", "check", str(files / "bad.xml"), status=1)
+    bad, good = str(files / "bad.xml"), str(files / "trip.xml")
+    assert "bad.xml:2:1=<union>" in run_kvctl("promptcache", "check", bad, status=1)
+    both = run_kvctl("promptcache", "check", bad, good, bad, status=1)
+    assert both.count("bad.xml:2:1=<union>") == 2 and "3 modules" in both, "each file is judged"
     render = ("promptcache", "render", str(files / "prompt.xml"), "--tokenizer", "bytes")
     found = json.loads(run_kvctl(*render, "--schema", str(files / "trip.xml"), "--json"))
     oslo = next(run for run in found["runs"] if run["module"] == "plan/oslo")

@@ -121,6 +121,37 @@ def test_a_node_that_was_away_hears_of_it_when_it_is_back(
     assert again.space.get_session(NAME) is None
 
 
+@pytest.mark.parametrize("gone", ["registry", "store"])
+def test_no_order_is_said_to_be_done_while_others_cannot_be_told(
+    join: Callable[..., Member], redis: RedisServer, store: RedisServer, tmp_path: Path, gone: str
+) -> None:
+    """From the first order of an outage on; how many wait to be told is shown, after a restart too."""
+    settings = {**disk(tmp_path / "a"), "remote_url": store.url, "remote_writes": "write-through"}
+    a = join("a", **settings)
+    keys = go_on(a, 4)
+    eventually(lambda: records(store) >= 8, "all of it is in the store")
+    server = redis if gone == "registry" else store
+
+    def waiting(member: Member) -> int:
+        return int(member.client.stats().gauges["remote_forgets_waiting"])
+
+    server.stop()
+    order = ["--run-dir", str(a.daemon.run_dir), "--timeout", "30", "purge", "--tenant", DEFAULT_TENANT]
+    for _ in range(3):
+        ended = forked.run(order, dict(os.environ))
+        assert ended.returncode == 1 and b"not know it yet" in ended.stderr, (ended.stdout, ended.stderr)
+    forgotten = a.space.forget(keys=keys)
+    assert "not know it yet" in forgotten.not_durable
+    eventually(lambda: waiting(a) > 0, "it is shown that the others do not know it")
+    a.daemon.kill()
+    again = join("a", **settings)
+    eventually(lambda: waiting(again) > 0, "and after a restart still")
+    server.start()
+    eventually(lambda: waiting(again) == 0, "they are told")
+    purge(again)
+    assert again.load(keys) == 0
+
+
 # ------------------------------------------------------------------ what was saved after a forget outlives a start
 
 

@@ -339,6 +339,7 @@ def fill_up(folder: Path) -> Path:
             assert time.monotonic() < deadline, os.statvfs(folder)
 
 
+@pytest.mark.timeout(600)  # of a machine that does much else
 def test_a_file_system_that_is_full_before_the_first_slab(
     start: Callable[..., Any], open_space: Callable[..., Namespace], small_disk: Path
 ) -> None:
@@ -364,6 +365,7 @@ def test_a_file_system_that_is_full_before_the_first_slab(
     assert hits(open_space(start(ssd_dir=small_disk / "ssd")), last) == set(last)
 
 
+@pytest.mark.timeout(600)  # of a machine that does much else
 @pytest.mark.parametrize("write_ms", [0, 150])
 def test_a_file_system_that_fills_up_while_it_is_used(
     start: Callable[..., Any],

@@ -65,7 +65,8 @@ def test_every_setting_is_described():
     assert set(FIELDS) - {"run_dir"} <= about.keys() | {"run_dir"}
     assert all(name in about for name in FIELDS)
     text = parser().format_help()
-    assert "--lease-ttl-ms INT" in text
+    assert "--lease-ttl-ms INT" in text and "--ssd-bytes SIZE" in text and "--ssd-dir STR" in text
+    assert "--tenants UID=TENANT,..." in text and "--dram-quotas TENANT=SIZE,..." in text
     assert "Time to live of a lease" in text
 
 
@@ -101,7 +102,7 @@ def test_sizes(text, value):
     ],
 )
 def test_what_is_no_value(name, text):
-    with pytest.raises(ConfigError, match=f"{name}={text}: is not "):
+    with pytest.raises(ConfigError, match=f"{name}={text}: is not " if text else f"{name}: is not "):
         parse_setting(name, text)
 
 

@@ -9,15 +9,27 @@ import tomllib
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+
 from kvstore import config
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 
 
 def test_the_annotated_settings_are_the_defaults() -> None:
-    values = tomllib.loads((DEPLOY / "kvstored.toml").read_text())
+    text = (DEPLOY / "kvstored.toml").read_text()
+    assert config.load(tomllib.loads(text), {}, {}) == config.StoreConfig()
+    values = tomllib.loads(re.sub(r"^#(?=\w+ = )", "", text, flags=re.MULTILINE))
     assert set(values) == {item.name for item in fields(config.StoreConfig)}
     assert config.load(values, {}, {}) == config.StoreConfig()
+
+
+@pytest.mark.parametrize("size", ["512M", "2560M", "6G"])
+def test_another_size_of_the_arena_needs_no_other_line(size: str) -> None:
+    text = (DEPLOY / "kvstored.toml").read_text()
+    changed = text.replace('dram_bytes = "4G"', f'dram_bytes = "{size}"')
+    assert changed != text
+    assert config.load(tomllib.loads(changed), {}, {}).dram_bytes % (1 << 20) == 0
 
 
 def test_every_setting_is_explained_in_the_file() -> None:

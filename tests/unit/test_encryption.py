@@ -92,14 +92,21 @@ def test_a_record_opens_in_its_own_place_alone(it: Fixture) -> None:
     it.tier.close(WAIT_S)
 
 
-def test_keys_are_rotated(it: Fixture) -> None:
+def test_keys_are_rotated(it: Fixture, caplog: pytest.LogCaptureFixture) -> None:
     again_with(it, b"2", b"1")
     assert it.read(0, 1, 2, 3).results == (OK,) * 4
     it.write(4)
     again_with(it, b"2")
+    assert not caplog.records
     answer = it.read(3, 4)
     assert answer.results == (REUSED, OK) and "a key that is not here" in answer.why
+    (line,) = caplog.records
+    assert (
+        "slot 3: its chunk is dropped as evicted: it is encrypted with a key that ssd_key_file"
+        in line.getMessage()
+    )
     assert scrub(it, 3, 4).results == (REUSED, OK)
+    assert len(caplog.records) == 2 and caplog.records[1].getMessage() == line.getMessage()
     assert it.tier.stats().records_corrupt == 0, "an old key that went is no damage"
     it.tier.close(WAIT_S)
 

@@ -19,6 +19,9 @@ def test_an_error_names_field_value_and_remedy() -> None:
         "leave it out",
     )
     assert str(NotFound("no such session")) == "no such session"
+    assert str(BadRequest("is missing", field="NODE")) == "NODE: is missing", (
+        "of no value there is nothing to show"
+    )
 
 
 def test_codes_are_those_of_grpc() -> None:

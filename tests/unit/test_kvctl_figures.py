@@ -10,7 +10,7 @@ from kvstore import wire
 from kvstore.cli import stats as stats_command
 from kvstore.cli import top
 from kvstore.cli.rates import rates
-from kvstore.cli.stats import WATCH_HEAD, WATCH_WIDTHS, differences_text, watch_row
+from kvstore.cli.stats import WATCH_HEAD, WATCH_WIDTHS, differences_text, stats_text, watch_row
 from kvstore.cli.tables import count, plain, rate, share, word, words
 from kvstore.layout import GroupSpec, LayerSlice, NamespaceSpec
 from kvstore.types import Outcome, Reason, Tier
@@ -44,6 +44,13 @@ def reply(uptime_ms: int, hits: int = 0, ssd_hits: int = 0, boot: bytes = BOOT, 
         arena=stats_pb2.Arena(bytes=100 << 20, ready_bytes=(10 << 20) + 10 * uptime_ms),
         ssd=stats_pb2.Ssd(state="ok"),
     )
+
+
+def test_stats_say_why_there_was_no_hit() -> None:
+    text = stats_text(reply(10_000, hits=70, ssd_hits=20, never_seen=10, on_ssd=5, evicted=15))
+    assert "100 lookups: 70 hits (70.0 %), 5 pending, 25 missed\n    pending: 5 on ssd\n" in text
+    assert "\n    missed: 15 evicted, 10 never seen\n" in text
+    assert "lookup" not in stats_text(reply(10_000)).split("\n\n")[0]
 
 
 def test_rates_are_those_of_the_time_between_two_replies() -> None:

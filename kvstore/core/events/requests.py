@@ -339,6 +339,18 @@ class PublishQueue:
     ttl_ms: int = 0
     number: int = 0
     """0: it is not numbered."""
+    by_model: bool = False
+    """`namespace` stands for its model: each hint is for one of the model's namespaces (`hint_namespaces.py`)."""
+    prompts: tuple[tuple[Prompt, ...], ...] = ()
+    """Of each hint, or none at all: what else its keys may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Chunk keys of one prompt, as one namespace has them."""
+
+    namespace: NamespaceId
+    keys: tuple[ChunkKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +362,10 @@ class ApplyActions:
     namespace: NamespaceId
     actions: tuple[HintAction, ...] = ()
     cancelled: tuple[bytes, ...] = ()
+    by_model: bool = False
+    """As in `PublishQueue`,"""
+    prompts: tuple[tuple[Prompt, ...], ...] = ()
+    """and of each action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -580,7 +596,8 @@ class ChunksStored:
 
 @dataclass(frozen=True, slots=True)
 class ChunksForgotten:
-    """A ForgetChunks was carried out; or (`why`) it is noted on this node, and the store is told when it is back."""
+    """A ForgetChunks was carried out; or (`why`) it is noted on this node, and the store is told when it is back: then
+    this comes once more, without a reason."""
 
     op: OpId
     why: str = ""
@@ -610,6 +627,8 @@ class ForgottenElsewhere:
     """How long ago the source was asked."""
     heeded: Heeded | None = None
     """How far this node's journal goes, with these; None: it keeps none."""
+    untold: int = 0
+    """Forgets of this node that the source does not know yet, by its journal: those of before the start, too."""
 
 
 @dataclass(frozen=True, slots=True)

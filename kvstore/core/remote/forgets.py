@@ -11,8 +11,9 @@ at a higher one. So what was forgotten cannot come back through a node that has 
 What came from other nodes is served only while this node hears of forgets: if it could read no channel for
 `forget_within_ms`, all that came from others goes. What its own workers made stays, and goes when it hears.
 
-The answer to a Forget or Recall waits until each channel knows, `HOLD_MS` at most; what a channel could not take is
-noted at the edge, and is told when it is back.
+The answer to a Forget or Recall waits until each channel knows, `HOLD_MS` at most, and says so if one does not. What a
+channel could not take is noted at the edge, which tells it when it is back: ChunksForgotten comes once with the reason
+why not, and once more when it was told.
 
 The edge keeps a journal of what was forgotten, here and elsewhere, each at a *position*. A start heeds what stands
 behind the position that the index has (`State.heeded`), so that what was saved since stays. A position goes into the
@@ -55,18 +56,39 @@ class Channel:
     """One place where forgets are told, and read."""
 
     name: str
-    untold: deque[tuple[bytes, ChunkKey, bytes]] = field(default_factory=deque)
-    under_way: dict[OpId, int] = field(default_factory=dict)
-    """How many forgets each op tells of."""
+    untold: deque[tuple[bytes, ChunkKey, bytes] | None] = field(default_factory=deque)
+    """None: of a namespace that is gone, of which nobody is told."""
+    under_way: dict[OpId, range] = field(default_factory=dict)
+    """Which forgets each op tells of, counted since the start; in the order in which they were noted."""
+    postponed: dict[OpId, range] = field(default_factory=dict)
+    """Likewise, what the channel could not take, until it has."""
     noted: int = 0
-    told: int = 0
     trouble: str = ""
+    """Why it could not take what it was told last; empty: it took it."""
+    journaled: int = 0
+    """Forgets that it did not know when it was read last, those of before the start among them."""
     heard: Millis | None = None
     """When it was read last."""
 
     @property
     def what(self) -> str:
         return "the REMOTE store" if self.name == "remote" else "the other nodes"
+
+    @property
+    def answered(self) -> int:
+        """Up to which forget each was told, or could not be."""
+        return min((each.start for each in self.under_way.values()), default=self.noted - len(self.untold))
+
+    @property
+    def told(self) -> int:
+        """Up to which forget the channel knows all."""
+        return min((each.start for each in self.postponed.values()), default=self.answered)
+
+    @property
+    def waiting(self) -> int:
+        """Forgets that it does not know."""
+        ops = (*self.under_way.values(), *self.postponed.values())
+        return max(self.journaled, len(self.untold) + sum(map(len, ops)))
 
 
 @dataclass(slots=True)
@@ -146,8 +168,7 @@ class Forgets:
             if namespace is not None:
                 self._note(namespace.salt, key, b"")
             else:
-                for channel in self.channels.values():
-                    channel.noted, channel.told = channel.noted + 1, channel.told + 1
+                self._note_for_all(None)
 
     def _is_gone(self, name: tuple[NamespaceId, ChunkKey]) -> None:
         self._saves.was_forgotten(name)
@@ -198,23 +219,37 @@ class Forgets:
             self._note(b"", ChunkKey(mark), maker)
 
     def _note(self, digest: bytes, key: ChunkKey, maker: bytes) -> None:
+        self._note_for_all((digest, key, maker))
+
+    def _note_for_all(self, forgotten: tuple[bytes, ChunkKey, bytes] | None) -> None:
         for channel in self.channels.values():
-            channel.untold.append((digest, key, maker))
+            channel.untold.append(forgotten)
             channel.noted += 1
 
     def _tell(self, channel: Channel) -> None:
+        first = channel.noted - len(channel.untold)
         count = min(len(channel.untold), FORGOTTEN_PER_OP_MAX)
-        told = tuple(channel.untold.popleft() for _ in range(count))
-        op = self.state.new_op()
-        channel.under_way[op] = count
-        self.state.effects.append(ev.ForgetChunks(op, channel.name, told))
+        taken = (channel.untold.popleft() for _ in range(count))
+        told = tuple(each for each in taken if each is not None)
+        if told:
+            op = self.state.new_op()
+            channel.under_way[op] = range(first, first + count)
+            self.state.effects.append(ev.ForgetChunks(op, channel.name, told))
 
     def forgotten(self, event: ev.ChunksForgotten) -> None:
-        channel = next(each for each in self.channels.values() if event.op in each.under_way)
-        channel.told += channel.under_way.pop(event.op)
+        channel = next(
+            each
+            for each in self.channels.values()
+            if event.op in each.under_way or event.op in each.postponed
+        )
         channel.trouble = event.why
+        numbers = channel.under_way.pop(event.op, None)
+        if numbers is None:
+            del channel.postponed[event.op]  # told at last
+            return
         self.state.counters["remote_forgets"] += 1
         if event.why:
+            channel.postponed[event.op] = numbers
             self.state.counters["remote_forgets_postponed"] += 1
 
     def hold(self, ticket: ev.Ticket, answer: object) -> bool:
@@ -230,12 +265,12 @@ class Forgets:
         state = self.state
         while self.held:
             held = self.held[0]
-            behind = [self.channels[name] for name, n in held.numbers.items() if n > self.channels[name].told]
-            if behind and held.until > state.now:
+            numbers = [(self.channels[name], number) for name, number in held.numbers.items()]
+            if held.until > state.now and any(number > channel.answered for channel, number in numbers):
                 return
             self.held.popleft()
-            troubled = behind + [c for c in self.channels.values() if c.trouble and c not in behind]
-            answer = self._not_durable(held.answer, troubled[0]) if troubled else held.answer
+            behind = [channel for channel, number in numbers if number > channel.told]
+            answer = self._not_durable(held.answer, behind[0]) if behind else held.answer
             state.release(held.ticket, answer)
 
     @staticmethod
@@ -267,6 +302,7 @@ class Forgets:
         """A channel was read, and this is new; or nothing is."""
         channel = self.channels[event.source]
         channel.heard = max(channel.heard or 0, self.state.now - event.age_ms)
+        channel.journaled = event.untold
         if not event.forgotten and not self._learned:
             self._applied(channel, event.count, event.heeded)
             return
@@ -408,7 +444,7 @@ class Forgets:
             f"{name}_forgets_read_ms_ago": float(now - channel.heard if channel.heard is not None else -1)
             for name, channel in self.channels.items()
         }
-        waiting = sum(channel.noted - channel.told for channel in self.channels.values())
+        waiting = sum(channel.waiting for channel in self.channels.values())
         return {"remote_forgets_waiting": float(waiting), **told}
 
     @property

@@ -89,6 +89,8 @@ class News(NamedTuple):
     """By the count of the store."""
     reached: Heeded | None
     """In this node's journal."""
+    untold: int = 0
+    """Forgets of this node that the store does not know yet, by the journal."""
 
 
 class Book:
@@ -177,7 +179,8 @@ class Book:
         """What others have forgotten."""
         with self.lock:
             news, self._news = tuple(dict.fromkeys(self._news)), []
-            return News(news, self.tombstones.count, self.journal.reached(self._channel))
+            reached = self.journal.reached(self._channel)
+            return News(news, self.tombstones.count, reached, len(self.pending))
 
     def announce(self, forgotten: Iterable[Forgotten]) -> None:
         """Refused from now on; `postpone` follows. Never waits for the disk."""

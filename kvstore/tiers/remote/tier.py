@@ -40,7 +40,7 @@ from kvstore.fleet.bucket import Bucket
 from kvstore.server.logs import fields
 from kvstore.tiers.base import SlotMemory, SourceEffect
 from kvstore.tiers.remote.backend import Backend, Book, StoreFull, StoreProblem
-from kvstore.types import DiskResult
+from kvstore.types import DiskResult, OpId
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,6 @@ class RemoteStats:
     full: int = 0
     abandoned: int = 0
     """Calls that the watch has ended."""
-    forgets_waiting: int = 0
     """Now: what the store does not know yet."""
     fetch_seconds: float = 0.0
     lookup_seconds: float = 0.0
@@ -185,7 +184,6 @@ class RemoteTier:
 
     def stats(self) -> RemoteStats:
         with self._counting:
-            self._stats.forgets_waiting = len(self._book.pending)
             return self._stats
 
     def close(self, timeout_s: float) -> None:
@@ -214,10 +212,10 @@ class RemoteTier:
     def _post_news(self, asked_at: float | None = None) -> None:
         """Tell the core what others have forgotten, in the order in which it was read; or that nothing is new."""
         with self._telling:
-            news, count, reached = self._book.take_news()
+            news, count, reached, untold = self._book.take_news()
             if news or asked_at is not None:
                 age_ms = 0 if asked_at is None else int(1_000 * (time.monotonic() - asked_at))
-                self._done(ForgottenElsewhere(REMOTE_STORE, news, count, age_ms, reached))
+                self._done(ForgottenElsewhere(REMOTE_STORE, news, count, age_ms, reached, untold))
 
     def _watch(self) -> None:
         """Ends calls that are late, by taking their connections away."""
@@ -337,6 +335,7 @@ class RemoteTier:
 
     def _run_forgets(self) -> None:
         pause_s, tidied_at = RETRY_S, time.monotonic()
+        postponed: list[OpId] = []
         while True:
             try:
                 effect = self._forgets.get(timeout=pause_s)
@@ -351,6 +350,12 @@ class RemoteTier:
             why = self._forget(effect)
             pause_s = min(RETRY_MAX_S, 2 * pause_s) if why and effect is None else self._poll_s
             self._post_news(None if why else asked_at)
+            if effect is not None and why:
+                postponed.append(effect.op)
+            if not why:
+                for op in postponed:  # what was in the journal was told with this
+                    self._done(ChunksForgotten(op))
+                postponed.clear()
             if effect is not None:
                 self._done(ChunksForgotten(effect.op, why))
             if time.monotonic() - tidied_at > TIDY_S:

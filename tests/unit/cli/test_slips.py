@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import os
@@ -12,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.cli import kvctl
+from kvstore.cli import check, kvctl
 from kvstore.cli.fleet import _routes
 from kvstore.cli.kvctl import main, parser
 from kvstore.errors import ConfigError
 from kvstore.server.daemon import check_port_is_free
+from kvstore.tiers.check import Findings
 from kvstore.v1 import fleet_pb2
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "promptcache"
@@ -31,6 +33,7 @@ TRAVEL = ("--schema", str(EXAMPLES / "travel.xml"))
             ("check", "--rate", "8X"),
             "argument --rate: 8X is not a size (bytes, or a whole number with K, M, G",
         ),
+        (("check", "--fix"), "kvctl: --fix: is for a directory that no daemon uses (stop the daemon"),
         (("check", "--wait", "soon"), "argument --wait: soon is no number of seconds"),
         (("record", "file", "--bytes-max", "1X"), "argument --bytes-max: 1X is not a size"),
         (("simulate", "/nowhere", "--format", "mooncake"), "trace=/nowhere: cannot be read: No such file"),
@@ -64,6 +67,16 @@ def test_a_name_that_a_daemon_cannot_be_told_is_refused(
         main(("record", os.fsdecode(b"/tmp/\xff")))
     assert ended.value.code == 1
     assert "/tmp/\\udcff: is no text in UTF-8" in capsys.readouterr().err
+
+
+def test_check_says_what_it_could_not_verify(capsys: pytest.CaptureFixture[str]) -> None:
+    """Chunks of a key that a rotation left behind are no damage, and not verified either."""
+    for count, end in (
+        (0, "clean"),
+        (1, "clean; 1 chunk could not be verified: encrypted with a key that is not here"),
+    ):
+        check._show(Findings("/ssd", other_key=count), argparse.Namespace(json=False, fix=False))
+        assert capsys.readouterr().out.splitlines()[-1].startswith(end)
 
 
 @pytest.mark.parametrize("arguments", [("record", "file"), ("fleet", "drain", "gpu-1")])

@@ -1,6 +1,6 @@
 import pytest
 
-from kvstore.cli.tables import age, name, peer_text, plain, size, table
+from kvstore.cli.tables import age, counted, name, peer_text, plain, size, table
 from kvstore.v1 import stats_pb2
 
 
@@ -37,6 +37,17 @@ def test_a_name_can_be_given_again(session, text):
 def test_a_terminal_obeys_no_peer():
     assert "\x1b" not in peer_text("\x1b[2J")
     assert "\n" not in peer_text("a\nb")
+
+
+def test_a_name_or_a_reason_of_a_peer_is_shown_whole():
+    """A name that is cut is one that no command takes; the end of a reason tells what happened."""
+    for text in ("org/a-model-with-a-long-name-" * 4, "registry away: ConnectionError: Error 111 " * 5):
+        assert peer_text(text) == text
+    assert len(peer_text("a" * 1_000_000)) < 3_000
+
+
+def test_counted():
+    assert [counted(number, "chunk") for number in (0, 1, 1234)] == ["0 chunks", "1 chunk", "1,234 chunks"]
 
 
 def test_plain_keeps_numbers():

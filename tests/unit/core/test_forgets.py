@@ -292,6 +292,37 @@ def test_two_channels_both_know_before_it_is_answered_and_either_is_enough_to_he
     assert world.outcomes(worker, namespace, KEYS[1:]) == ["HIT"] * 3
 
 
+def test_each_answer_says_whether_the_channel_knows_what_was_forgotten_before_it() -> None:
+    world, worker, namespace = start()
+    world.save(worker, namespace, KEYS)
+    world.hold = {ev.ForgetChunks}
+
+    def forget(number: int, *, fails: str) -> str:
+        assert world.ask(ev.Forget, worker, namespace, b"", KEYS[number : number + 1]) is None
+        world.finish(fails=fails)
+        answer: str = world.replies[-1].answer.not_durable
+        return answer
+
+    def waiting() -> float:
+        return world.store.forgets.gauges()["remote_forgets_waiting"]
+
+    assert "(away)" in forget(0, fails="away") and "(away)" in forget(1, fails="away")
+    assert waiting() == 2
+    assert world.ask(ev.Forget, worker, namespace, b"", KEYS[:1]) is None, "asked again: it is told again"
+    world.finish(fails="still away")
+    assert "(still away)" in world.replies[-1].answer.not_durable
+    assert forget(2, fails="") == "" and waiting() == 0, "what could not be told before goes along"
+    assert forget(3, fails="") == ""
+
+
+def test_what_a_channel_did_not_know_before_a_start_is_shown() -> None:
+    world, _, _ = start()
+    world.step(ev.ForgottenElsewhere("remote", (), 0, untold=7))
+    assert world.store.forgets.gauges()["remote_forgets_waiting"] == 7
+    world.step(ev.ForgottenElsewhere("remote", (), 0))
+    assert world.store.forgets.gauges()["remote_forgets_waiting"] == 0
+
+
 # ----------------------------------------------------------------------------------------- what a start need not heed
 
 

@@ -159,6 +159,34 @@ def test_a_store_that_cannot_be_told_is_said() -> None:
     assert node.left(ALICE)[:3] == (0, 0, 0)
 
 
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_store_that_could_not_be_told_while_the_rest_went_on_is_said(comes_back: bool) -> None:
+    """Its answer came before the index had dropped everything: that it was answered does not mean that it knows."""
+    node = Node()
+    node.hold = {ev.ForgetChunks, ev.WriteIndex}
+    assert node.ask(ev.PurgeTenant, node.admin, ALICE) is None
+    for _ in range(5):
+        node.tick(100)
+    (told,) = [each for each in node.held if isinstance(each, ev.ForgetChunks)]
+    node.finish(told, fails="connection refused")
+    waiting = node.store.forgets.gauges()["remote_forgets_waiting"]
+    assert waiting == len(told.forgotten), "an alert says that others do not know it"
+    if comes_back:
+        node.tell_untold(SOURCE)
+        node.tick()
+        assert node.store.forgets.gauges()["remote_forgets_waiting"] == 0
+    node.hold = {ev.ForgetChunks}
+    while node.held:
+        node.finish()
+    for _ in range(20):
+        node.tick(100)
+    (answer,) = [reply.answer for reply in node.replies if isinstance(reply.answer, ev.Purged | StoreError)]
+    if comes_back:
+        assert isinstance(answer, ev.Purged)
+    else:
+        assert isinstance(answer, Unavailable) and "does not know it yet (connection refused)" in str(answer)
+
+
 def test_makers_of_what_comes_back_are_not_tenants() -> None:
     """A record names its tenant beside its makers; here it is no maker."""
     node = Node(segments=2, slabs=0, remote_writes="off")

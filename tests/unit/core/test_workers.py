@@ -193,6 +193,7 @@ def test_ranks_of_one_engine_that_disagree_are_told_in_which_field(different: An
     with pytest.raises(Precondition, match=f"'engine' opened it differently: {field}: ") as error:
         world.open(different, second)
     assert (error.value.field, error.value.value) == ("namespace", "llama")
+    assert "another connect()" in error.value.remedy
     assert world.open(spec(shards=2), second) == namespace
     assert world.open(different, stranger) != namespace
 
