@@ -278,6 +278,8 @@ class QueueAccepted:
     """Jobs whose chunks fit in DRAM and SSD: (C_mem + C_disk) / S_kv."""
     snapshot_wanted: bool = False
     """Nothing was taken: a numbered message before this one is not known here. Publish a snapshot."""
+    namespaces: tuple[NamespaceId, ...] = ()
+    """Of hints by model: where sessions and keys were looked for, the one opened last first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +298,8 @@ class ActionsApplied:
     """ACCEPTED: it is done, or in force. DEFERRED: in force, and chunks are on their way or wait for the SSD. CLIPPED:
     in force for the first of the chunks, as far as the tenant's share goes. REJECTED: nothing of it can be done."""
     chunks: tuple[int, ...]
+    namespaces: tuple[NamespaceId, ...] = ()
+    """As of `QueueAccepted`."""
 
 
 @dataclass(frozen=True, slots=True)

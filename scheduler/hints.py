@@ -213,7 +213,7 @@ class Telling:
             return False
         if rejected:
             if not self.counters["rejected"]:
-                self._warn_of(rejected, len(hints))
+                self._warn_of(rejected, len(hints), answer.namespaces)
             self.counters["rejected"] += len(rejected)
         if not hints or len(rejected) < len(hints):
             self.counters["published"] += 1
@@ -223,16 +223,18 @@ class Telling:
         self._told = boot_id
         return True
 
-    def _warn_of(self, rejected: Sequence[Hint], hints: int) -> None:
+    def _warn_of(self, rejected: Sequence[Hint], hints: int, namespaces: Sequence[int]) -> None:
         log.warning(
-            "model=%s: %d of %d hints were rejected, because no worker has recorded their sessions (the first: %r), so "
-            "nothing is brought ahead for them. Of a session's first turn that is as it should be; later, have the "
-            "worker record what it saved (Namespace.update_session), under the name that the job has, or publish "
-            "chunk keys (Hint(keys=...)). Told once: see counters['rejected']",
+            "model=%s: %d of %d hints were rejected, because no worker has recorded their sessions (the first: %r) in "
+            "any namespace of the model (looked at: %s), so nothing is brought ahead for them. Of a session's first "
+            "turn that is as it should be; later, have the worker record what it saved (Namespace.update_session), "
+            "under the name that the job has, or publish chunk keys (Hint(keys=...)). Told once: see "
+            "counters['rejected']",
             self._model,
             len(rejected),
             hints,
             rejected[0].session,
+            ", ".join(map(str, namespaces)) or "?",
         )
 
     def refused(self, message: Message, error: StoreError) -> None:

@@ -22,6 +22,7 @@ from kvstore.types import (
     ChunkKey,
     Hint,
     HintAction,
+    NamespaceId,
     SessionEntry,
 )
 from kvstore.v1 import hints_pb2
@@ -31,6 +32,8 @@ QUEUE_POSITION_MAX = 1 << 31
 
 KeysOf = Callable[[Tokens], list[ChunkKey]]
 """Makes keys of a prompt's token ids."""
+PromptsOf = Callable[[Tokens], list[tuple[NamespaceId, list[ChunkKey]]]]
+"""The same, for each namespace of a model."""
 
 
 def _check_count(field: str, items: Sequence[Any], what: str = "of them") -> None:
@@ -121,22 +124,24 @@ def queue_request(
     ttl_ms: int,
     number: int = 0,
     keys_of: KeysOf | None = None,
+    prompts_of: PromptsOf | None = None,
 ) -> hints_pb2.PublishQueueRequest:
-    """The message, without its namespace. Raises BadRequest."""
+    """The message, without its namespace; with `prompts_of` it is by model. Raises BadRequest."""
     hints = listed("hints", hints, "Hint")
     removed = listed("removed", removed, "names of jobs (bytes)")
     _check_count("hints", hints)
     _check_count("removed", removed)
     return hints_pb2.PublishQueueRequest(
-        hints=[_hint(f"hints[{index}]", hint, keys_of) for index, hint in enumerate(hints)],
+        hints=[_hint(f"hints[{index}]", hint, keys_of, prompts_of) for index, hint in enumerate(hints)],
         removed=[_check_job(f"removed[{index}]", job) for index, job in enumerate(removed)],
         delta=not flag("snapshot", snapshot),
         ttl_ms=whole("ttl_ms", ttl_ms),
         number=whole("number", number),
+        by_model=prompts_of is not None,
     )
 
 
-def _hint(where: str, hint: Hint, keys_of: KeysOf | None) -> hints_pb2.Hint:
+def _hint(where: str, hint: Hint, keys_of: KeysOf | None, prompts_of: PromptsOf | None) -> hints_pb2.Hint:
     one_of(where, hint, Hint)
     keys = _keys_named(where, hint, keys_of)
     session = hint.session
@@ -147,6 +152,7 @@ def _hint(where: str, hint: Hint, keys_of: KeysOf | None) -> hints_pb2.Hint:
         if session or not isinstance(session, bytes)
         else b"",
         keys=keys,
+        prompts=_prompts_named(hint, prompts_of),
     )
 
 
@@ -158,19 +164,38 @@ def _keys_named(where: str, named: Hint | HintAction, keys_of: KeysOf | None) ->
     return keys_of(named.tokens)[:KEYS_PER_REQUEST_MAX]
 
 
+def _prompts_named(named: Hint | HintAction, prompts_of: PromptsOf | None) -> list[hints_pb2.Prompt]:
+    """The same, for each namespace of a model."""
+    if named.keys or prompts_of is None or not len(named.tokens):
+        return []
+    return [
+        hints_pb2.Prompt(namespace_id=number, keys=keys[:KEYS_PER_REQUEST_MAX])
+        for number, keys in prompts_of(named.tokens)
+    ]
+
+
 def actions_request(
-    actions: Sequence[HintAction], *, cancelled: Sequence[bytes], keys_of: KeysOf
+    actions: Sequence[HintAction],
+    *,
+    cancelled: Sequence[bytes],
+    keys_of: KeysOf | None = None,
+    prompts_of: PromptsOf | None = None,
 ) -> hints_pb2.ApplyActionsRequest:
-    """The message, without its namespace. Raises BadRequest."""
+    """The message, without its namespace; with `prompts_of` it is by model. Raises BadRequest."""
     actions = listed("actions", actions, "HintAction")
     cancelled = listed("cancelled", cancelled, "names of actions (bytes)")
     return hints_pb2.ApplyActionsRequest(
-        actions=[_action(f"actions[{index}]", action, keys_of) for index, action in enumerate(actions)],
+        actions=[
+            _action(f"actions[{index}]", action, keys_of, prompts_of) for index, action in enumerate(actions)
+        ],
         cancelled=[_check_job(f"cancelled[{index}]", name) for index, name in enumerate(cancelled)],
+        by_model=prompts_of is not None,
     )
 
 
-def _action(where: str, action: HintAction, keys_of: KeysOf) -> hints_pb2.HintAction:
+def _action(
+    where: str, action: HintAction, keys_of: KeysOf | None, prompts_of: PromptsOf | None
+) -> hints_pb2.HintAction:
     one_of(where, action, HintAction)
     one_of(f"{where}.kind", action.kind, ActionKind)
     return hints_pb2.HintAction(
@@ -180,6 +205,7 @@ def _action(where: str, action: HintAction, keys_of: KeysOf) -> hints_pb2.HintAc
         keys=_keys_named(where, action, keys_of),
         ttl_ms=whole(f"{where}.ttl_ms", action.ttl_ms),
         eta_ms=whole(f"{where}.eta_ms", action.eta_ms),
+        prompts=_prompts_named(action, prompts_of),
     )
 
 

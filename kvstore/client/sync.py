@@ -9,18 +9,17 @@ from typing import Any, Self
 
 import grpc
 
-from kvstore import wire
 from kvstore.answers import ActionsApplied, QueueAccepted
 from kvstore.arguments import one_of, text
 from kvstore.client.attachment import Attachment
 from kvstore.client.call import drive
 from kvstore.client.connection import Connection, State
 from kvstore.client.mappings import Registrar
+from kvstore.client.models import FRESH_S, Models, prompts_of
 from kvstore.client.namespace import Namespace
-from kvstore.client.prompts import prompt_keys
 from kvstore.client.region import Region
 from kvstore.client.requests import (
-    KeysOf,
+    PromptsOf,
     actions_applied,
     actions_request,
     queue_accepted,
@@ -29,7 +28,7 @@ from kvstore.client.requests import (
 from kvstore.errors import NotFound
 from kvstore.keys import Tokens
 from kvstore.layout import NamespaceSpec
-from kvstore.types import ChunkKey, Hint, HintAction, Protection
+from kvstore.types import ChunkKey, Hint, HintAction, NamespaceId, Protection
 from kvstore.v1 import fleet_pb2, fleet_pb2_grpc, hints_pb2_grpc, stats_pb2, stats_pb2_grpc
 
 STAGING_BYTES = 64 << 20
@@ -45,7 +44,7 @@ class Client:
     def __init__(self, connection: Connection) -> None:
         """Use `connect`."""
         self._connection = connection
-        self._namespaces_by_model: dict[str, stats_pb2.NamespaceStats] = {}
+        self._models = Models(self)
         # Also when it is only dropped, and at exit: gRPC's threads must not meet an interpreter that goes down.
         self._finalizer = weakref.finalize(self, connection.close)
 
@@ -148,7 +147,9 @@ class Client:
         timeout_s: float | None = None,
     ) -> QueueAccepted:
         """As `Namespace.publish_queue`, for a scheduler that knows sessions and jobs of a model, but not the layout of
-        its KV: the hints are for the namespace of `model` that was opened last.
+        its KV. Of several namespaces of `model` that our tenant has, each hint is for the one that has what it names:
+        most of its chunks, or its session (where that was used last), or else the one that was opened last. Of token
+        ids keys are made for each namespace whose hashes are known here.
 
         Raises NotFound while no worker has opened one, and other StoreErrors.
         """
@@ -156,8 +157,8 @@ class Client:
         reply = self._of_model(
             model,
             "PublishQueue",
-            lambda keys_of: queue_request(
-                hints, removed=removed, snapshot=snapshot, ttl_ms=ttl_ms, number=number, keys_of=keys_of
+            lambda prompts_of: queue_request(
+                hints, removed=removed, snapshot=snapshot, ttl_ms=ttl_ms, number=number, prompts_of=prompts_of
             ),
             timeout_s,
         )
@@ -171,23 +172,22 @@ class Client:
         cancelled: Sequence[bytes] = (),
         timeout_s: float | None = None,
     ) -> ActionsApplied:
-        """As `Namespace.apply_actions`, for the namespace of `model` that was opened last, as in `publish_queue`."""
+        """As `Namespace.apply_actions`, each action for one of the namespaces of `model`, as in `publish_queue`."""
         text("model", model)
         reply = self._of_model(
             model,
             "ApplyActions",
-            lambda keys_of: actions_request(actions, cancelled=cancelled, keys_of=keys_of),
+            lambda prompts_of: actions_request(actions, cancelled=cancelled, prompts_of=prompts_of),
             timeout_s,
         )
         return actions_applied(reply, len(actions))
 
     def prompt_keys(self, model: str, tokens: Tokens, *, timeout_s: float | None = None) -> list[ChunkKey]:
-        """Keys of all full chunks of a prompt, as whoever stores the KV of `model` makes them. Raises NotFound,
-        Unsupported (its hashes are not known here; see `client.prompts`), and other StoreErrors."""
-        text("model", model)
-        row = self._namespaces_by_model.get(model) or self._namespace_of_model(model, timeout_s)
-        self._namespaces_by_model[model] = row
-        return prompt_keys(wire.spec_from_proto(row.spec), row.salt, tokens)
+        """Keys of all full chunks of a prompt, as whoever stores the KV of `model` makes them: in the namespace that
+        was opened last of those whose hashes are known here. Raises NotFound, Unsupported (there is none; see
+        `client.prompts`), and other StoreErrors."""
+        rows = self._models.namespaces(text("model", model), timeout_s, age_max_s=FRESH_S)
+        return prompts_of(rows, tokens)[0][1]
 
     def route(
         self,
@@ -199,67 +199,68 @@ class Client:
         timeout_s: float | None = None,
     ) -> fleet_pb2.RouteReply:
         """Which nodes hold how much of a prompt, and what it costs each to have the rest, the cheapest first. The
-        prompt is given as tokens, as chunk keys in chain order, or as a session of the daemon that is asked. Raises
-        NotFound and other StoreErrors."""
+        prompt is given as tokens, as chunk keys in chain order, or as a session of the daemon that is asked. Of several
+        namespaces of `model` the one counts of which a node has most of it. Raises NotFound and other StoreErrors."""
+        rows = self._models.namespaces(text("model", model), timeout_s, age_max_s=FRESH_S)
+        prompts: list[tuple[NamespaceId, Sequence[ChunkKey]]]
         if tokens is not None:
-            keys = self.prompt_keys(model, tokens, timeout_s=timeout_s)
-            if not len(keys):
-                return fleet_pb2.RouteReply()
-        row = self._namespaces_by_model.get(text("model", model)) or self._namespace_of_model(
-            model, timeout_s
-        )
-        request = fleet_pb2.RouteRequest(namespace_id=row.namespace_id, keys=keys, session=session)
-        reply: fleet_pb2.RouteReply = self.unary(
-            fleet_pb2_grpc.FleetStub, "Route", request, timeout_s=timeout_s
-        )
-        return reply
+            prompts = [(number, made) for number, made in prompts_of(rows, tokens) if made]
+        else:
+            prompts = [(NamespaceId(row.namespace_id), keys) for row in rows]
+        found: list[tuple[int, fleet_pb2.RouteReply]] = []
+        problem: NotFound | None = None
+        chunk_tokens = {row.namespace_id: row.chunk_tokens for row in rows}
+        for number, named in prompts:
+            request = fleet_pb2.RouteRequest(namespace_id=number, keys=named, session=session)
+            try:
+                reply = self.unary(fleet_pb2_grpc.FleetStub, "Route", request, timeout_s=timeout_s)
+            except NotFound as error:  # no such session there, or it is gone
+                problem = problem or error
+                continue
+            held = max((node.prefix_chunks for node in reply.nodes), default=0)
+            found.append((held * chunk_tokens[number], reply))
+        if not found and problem is not None:
+            self._models.forget()
+            raise problem
+        return max(found, key=lambda each: each[0])[1] if found else fleet_pb2.RouteReply()
 
     def only_model(self, *, timeout_s: float | None = None) -> str:
         """The name of the one model that workers have opened. Raises NotFound if there is none, or several."""
-        names = sorted({row.model for row in self._list_namespaces(timeout_s)})
+        names = sorted({row.model for row in self._models.listed(timeout_s)})
         if len(names) != 1:
             raise NotFound(
                 "name the model: there is not just one", field="model", value=", ".join(names) or "none"
             )
         return names[0]
 
-    def _list_namespaces(self, timeout_s: float | None) -> Sequence[stats_pb2.NamespaceStats]:
-        reply: stats_pb2.ListNamespacesReply = self.unary(
-            stats_pb2_grpc.StatsStub,
-            "ListNamespaces",
-            stats_pb2.ListNamespacesRequest(),
-            timeout_s=timeout_s,
-        )
-        return reply.namespaces
-
     def _of_model(
-        self, model: str, method: str, request: Callable[[KeysOf], Any], timeout_s: float | None
+        self, model: str, method: str, request: Callable[[PromptsOf], Any], timeout_s: float | None
     ) -> Any:
-        """A call of service Hints about a model's namespace."""
-        known = self._namespaces_by_model.get(model)
+        """A call of service Hints by model: the daemon finds the namespace of each hint."""
         for attempt in range(2):
-            if known is None:
-                known = self._namespace_of_model(model, timeout_s)
-            spec, salt = wire.spec_from_proto(known.spec), known.salt
-            message = request(partial(prompt_keys, spec, salt))
-            message.namespace_id = known.namespace_id
+            rows = self._models.namespaces(model, timeout_s)
+            message = request(partial(prompts_of, rows))
+            # Any of them, and always the same: the daemon keeps the queue under it.
+            message.namespace_id = min(row.namespace_id for row in rows)
             try:
                 reply = self.unary(hints_pb2_grpc.HintsStub, method, message, timeout_s=timeout_s)
             except NotFound:
-                # The daemon was started anew, or a newer epoch was opened: what we knew is gone.
-                known = None
+                # The daemon dropped it, or was started anew: what we knew is gone.
+                self._models.forget()
                 if attempt:
                     raise
                 continue
-            self._namespaces_by_model[model] = known
-            return reply
-        raise AssertionError("the second attempt returns or raises")
-
-    def _namespace_of_model(self, model: str, timeout_s: float | None) -> stats_pb2.NamespaceStats:
-        found = [row for row in self._list_namespaces(timeout_s) if row.model == model]
-        if not found:
-            raise NotFound("no worker has opened it", field="model", value=model)
-        return max(found, key=lambda row: row.namespace_id)
+            if set(reply.namespaces) <= {row.namespace_id for row in rows}:
+                return reply
+            # One was opened since we looked. If keys were made of token ids, it needs its own.
+            self._models.forget()
+            named: Sequence[Any] = getattr(message, "hints", ()) or getattr(message, "actions", ())
+            if not any(each.prompts for each in named):
+                return reply
+            if getattr(message, "number", 0):
+                reply.snapshot_wanted = True  # the same number would not be taken again
+                return reply
+        return reply
 
     def unary(
         self,

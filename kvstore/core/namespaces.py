@@ -40,6 +40,8 @@ class Namespace:
     """Chunks on SSD only, with those of the other namespaces whose slots there have the same sizes."""
     retired: bool = False
     """A newer weights epoch was opened: nothing is served any more."""
+    opened: int = 0
+    """Opens of all namespaces, up to the last one of this; 0: none since the daemon started."""
     visible: int = 0
     cold: int = 0
     below: int = 0

@@ -115,6 +115,8 @@ class State:
     sessions: SessionBook = field(init=False)
     namespaces: dict[NamespaceId, Namespace] = field(default_factory=dict)
     newest_epoch: dict[bytes, Namespace] = field(default_factory=dict)
+    opens: int = 0
+    """Of namespaces, by whomever."""
     """By family digest: the namespace that is served."""
     workers: dict[WorkerId, Worker] = field(default_factory=dict)
     groups: dict[tuple[str, str], EngineGroup] = field(default_factory=dict)
@@ -330,6 +332,16 @@ class State:
         if namespace is None or not (worker.admin or namespace.tenant == worker.tenant):
             raise NotFound("no such namespace of this tenant", field="namespace_id", value=namespace_id)
         return namespace
+
+    def namespaces_of_model(self, namespace: Namespace) -> list[Namespace]:
+        """Those of its tenant and model that are served, the one opened last first."""
+        tenant, model = namespace.tenant, namespace.spec.model
+        found = [
+            each
+            for each in self.namespaces.values()
+            if each.tenant == tenant and each.spec.model == model and not each.retired
+        ]
+        return sorted(found, key=lambda each: (each.opened, each.id), reverse=True)
 
     def namespace_of(self, row: int) -> Namespace:
         return self.namespaces[NamespaceId(self.chunks.namespace[row])]

@@ -58,6 +58,7 @@ def stats(
             "cold_bytes": namespace.cold * namespace.payload_bytes,
             "ssd_hits": namespace.ssd_hits,
             "worker_chunks": residents.count(namespace.id),
+            "opened": namespace.opened,
             "resident_bytes": namespace.visible * namespace.payload_bytes,
             "pinned_bytes": namespace.pinned * namespace.chunk_bytes,
             "sessions": namespace.sessions,

@@ -449,6 +449,8 @@ class Store:
         if namespace is None or namespace.spec.weights_epoch < spec.weights_epoch:
             namespace = self._new_namespace(worker, spec, family, namespace)
         worker.opened.add(namespace.id)
+        state.opens += 1
+        namespace.opened = state.opens
         timeless = replace(spec, weights_epoch=0)
         if timeless not in worker.group.specs:
             worker.group.specs.append(timeless)

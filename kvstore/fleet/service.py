@@ -57,7 +57,7 @@ class FleetService:
         if len(message.keys) > KEYS_MAX:
             raise BadRequest(f"has at most {KEYS_MAX}", field="keys", value=len(message.keys))
         state = self._loop.store.state
-        namespace = state.namespace(state.worker(caller), number)
+        namespace = state.administered_namespace(state.worker(caller), number)  # no bytes are handed over
         keys: tuple[ChunkKey, ...]
         if message.session:
             session: Any = await self._loop.ask(

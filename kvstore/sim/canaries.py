@@ -281,6 +281,15 @@ def _any_number(original: Original) -> Any:
     return publish
 
 
+def _any_model(original: Original) -> Any:
+    """A hint by model is for whichever namespace was opened last, whosesoever it is."""
+
+    def namespaces(state: State, namespace: Namespace) -> list[Namespace]:
+        return sorted(state.namespaces.values(), key=lambda each: each.opened, reverse=True)
+
+    return namespaces
+
+
 def _unshared_pins(original: Original) -> Any:
     """Whoever pinned first keeps it all, however many tenants come."""
     return lambda actions, kind: None
@@ -572,6 +581,7 @@ CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "plan-without-new": (JobBook, "came", _not_noticed),
     "plan-old-session": (JobBook, "session_changed", _not_inherited),
     "skip-lost-hints": (Queue, "publish", _any_number),
+    "hint-anywhere": (State, "namespaces_of_model", _any_model),
     "unshared-pins": (HintActions, "_share", _unshared_pins),
     "outlived-hint": (HintActions, "forget", _outlived),
     "touch-pinned": (Touches, "_renew_resident", _touched_pinned),

@@ -270,6 +270,7 @@ class Watch:
         self._store.sources.check_integrity()
         self._store.shared_sessions.check_integrity()
         self._store.queue.planner.check()
+        self._store.queue.check_integrity()
         if self.looks == 0:
             self._check_all()
         self.looks += 1

@@ -620,18 +620,36 @@ class Process:
             if chance.random() < 0.5:
                 named = {"keys": tuple(conversation.keys[: chance.randrange(1, 8)])}
             hints.append(ev.Hint(b"job %d" % chance.randrange(20), position, **named))
+        by_model = self._by_model(len(hints))
         removed = tuple(b"job %d" % chance.randrange(20) for _ in range(chance.randrange(3)))
         snapshot = chance.random() < 0.5
         if self.numbers_hints:
-            yield from self._publish_numbered(namespace, hints, removed)
+            yield from self._publish_numbered(namespace, hints, removed, bool(by_model))
         else:
-            yield from self.ask(ev.PublishQueue, namespace, tuple(hints), removed=removed, snapshot=snapshot)
+            yield from self.ask(
+                ev.PublishQueue, namespace, tuple(hints), removed=removed, snapshot=snapshot, **by_model
+            )
         if self.hints.random() < 0.6:
             yield from self._act(number)
         yield Sleep(chance.randrange(50, 300))
 
+    def _by_model(self, count: int) -> dict[str, Any]:
+        """Now and then all that is named is for whichever of the model's namespaces has it, some of it by the keys that
+        each of them has."""
+        if self.hints.random() >= 0.4:
+            return {}
+        prompts = []
+        for _ in range(count):
+            each = []
+            for number in (SOLO, RANKED):
+                keys = self.hints.choice(self.conversations[number]).keys[:8]
+                if keys and self.hints.random() < 0.4:
+                    each.append(ev.Prompt(self.namespaces[number], tuple(keys)))
+            prompts.append(tuple(each))
+        return {"by_model": True, "prompts": tuple(prompts)}
+
     def _publish_numbered(
-        self, namespace: NamespaceId, hints: Sequence[ev.Hint], removed: Sequence[bytes]
+        self, namespace: NamespaceId, hints: Sequence[ev.Hint], removed: Sequence[bytes], by_model: bool
     ) -> Program:
         """Changes of a queue, and all of it when the daemon lacks some or may do so: what it has afterwards is nothing
         but what the scheduler has."""
@@ -647,7 +665,13 @@ class Process:
                 return  # lost on its way, and nobody here noticed
             self.unsure.add(namespace)  # until it is answered
             answer = yield from self.ask(
-                ev.PublishQueue, namespace, said, removed=tuple(removed), snapshot=snapshot, number=number
+                ev.PublishQueue,
+                namespace,
+                said,
+                removed=tuple(removed),
+                snapshot=snapshot,
+                number=number,
+                by_model=by_model,
             )
             if not answer.snapshot_wanted:
                 self.unsure.discard(namespace)
@@ -680,7 +704,11 @@ class Process:
                 actions.append(ev.HintAction(b"all of it", kind, ttl_ms=20_000, keys=wanted))
         cancelled = tuple(b"order %d" % chance.randrange(8) for _ in range(chance.randrange(2)))
         answer: ev.ActionsApplied = yield from self.ask(
-            ev.ApplyActions, self.namespaces[number], tuple(actions), cancelled
+            ev.ApplyActions,
+            self.namespaces[number],
+            tuple(actions),
+            cancelled,
+            **self._by_model(len(actions)),
         )
         assert len(answer.results) == len(answer.chunks) == len(actions), (self, actions, answer)
 

@@ -123,7 +123,10 @@ class Simulation:
         self._read_late_ms = 0
         """By how much the next read of chunks is."""
         self._calls = 0
-        self.specs = (spec("solo", shard_bytes=PAGE), spec("ranked", shards=2, shard_bytes=2 * PAGE - 96))
+        self.specs = (
+            spec("llama", shard_bytes=PAGE),
+            spec("llama", weights=b"others", shards=2, shard_bytes=2 * PAGE - 96),
+        )
         self.processes: dict[WorkerId, Process] = {}
         """The connected ones."""
         self.lingering: list[WorkerId] = []

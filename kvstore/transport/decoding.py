@@ -8,7 +8,7 @@ number of shards) is the core's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -47,6 +47,8 @@ QUEUE_POSITION_MAX = 1 << 31
 JOB_NAME_BYTES_MAX = 64
 HINT_KEYS_PER_REQUEST_MAX = 65_536
 ACTIONS_PER_REQUEST_MAX = 256
+PROMPTS_MAX = 16
+"""Namespaces of one model for which a hint has keys of its own."""
 SEGMENTS_PER_REQUEST_MAX = 65_536
 ROWS_MAX = 100_000
 SCRUB_BYTES_PER_S_MAX = 1 << 40
@@ -377,7 +379,7 @@ def _publish_queue(message: hints_pb2.PublishQueueRequest, ticket: Ticket) -> ev
     count("hints", message.hints, KEYS_PER_REQUEST_MAX)
     count("removed", message.removed, KEYS_PER_REQUEST_MAX)
     # before objects are made of them
-    keys = sum(len(hint.keys) for hint in message.hints)
+    keys = sum(map(_key_count, message.hints))
     if keys > HINT_KEYS_PER_REQUEST_MAX:
         raise BadRequest(
             f"a request has at most {HINT_KEYS_PER_REQUEST_MAX}",
@@ -394,7 +396,37 @@ def _publish_queue(message: hints_pb2.PublishQueueRequest, ticket: Ticket) -> ev
         snapshot=not message.delta,
         ttl_ms=number("ttl_ms", message.ttl_ms, TTL_MS_MAX),
         number=number("number", message.number, HINT_NUMBER_MAX),
+        by_model=message.by_model,
+        prompts=_prompts("hints", message.hints, message.by_model),
     )
+
+
+def _key_count(named: hints_pb2.Hint | hints_pb2.HintAction) -> int:
+    """Of what is kept of it: one of its prompts."""
+    return max((len(prompt.keys) for prompt in named.prompts), default=0) + len(named.keys)
+
+
+def _prompts(
+    field: str, named: Iterable[hints_pb2.Hint | hints_pb2.HintAction], by_model: bool
+) -> tuple[tuple[events.Prompt, ...], ...]:
+    """None at all where none has any."""
+    if not any(each.prompts for each in named):
+        return ()
+    found = []
+    for index, each in enumerate(named):
+        where = f"{field}[{index}].prompts"
+        count(where, each.prompts, PROMPTS_MAX)
+        if each.prompts and not by_model:
+            raise BadRequest("are of hints by model alone", field=where, value=len(each.prompts))
+        found.append(
+            tuple(
+                events.Prompt(
+                    namespace_id(prompt.namespace_id), chunk_keys(f"{where}[{at}].keys", prompt.keys)
+                )
+                for at, prompt in enumerate(each.prompts)
+            )
+        )
+    return tuple(found)
 
 
 def _hint(index: int, hint: hints_pb2.Hint) -> events.Hint:
@@ -418,7 +450,7 @@ def job_name(field: str, name: bytes) -> bytes:
 def _apply_actions(message: hints_pb2.ApplyActionsRequest, ticket: Ticket) -> events.ApplyActions:
     count("actions", message.actions, ACTIONS_PER_REQUEST_MAX)
     count("cancelled", message.cancelled, KEYS_PER_REQUEST_MAX)
-    keys = sum(len(action.keys) for action in message.actions)
+    keys = sum(map(_key_count, message.actions))
     if keys > HINT_KEYS_PER_REQUEST_MAX:
         raise BadRequest(
             f"a request has at most {HINT_KEYS_PER_REQUEST_MAX}",
@@ -431,12 +463,14 @@ def _apply_actions(message: hints_pb2.ApplyActionsRequest, ticket: Ticket) -> ev
         namespace_id(message.namespace_id),
         tuple(_action(f"actions[{index}]", action) for index, action in enumerate(message.actions)),
         cancelled=tuple(job_name("cancelled", name) for name in message.cancelled),
+        by_model=message.by_model,
+        prompts=_prompts("actions", message.actions, message.by_model),
     )
 
 
 def _action(where: str, action: hints_pb2.HintAction) -> events.HintAction:
     kind = ActionKind(number(f"{where}.kind", action.kind, max(ActionKind)))
-    if not (action.session or action.keys):
+    if not (action.session or action.keys or action.prompts):
         raise BadRequest("names a session or keys; both are missing", field=f"{where}.keys", value="()")
     if action.eta_ms and kind is not ActionKind.EXPECT:
         raise BadRequest("is of EXPECT alone", field=f"{where}.eta_ms", value=action.eta_ms)

@@ -24,31 +24,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvstore/v1/hints.proto\x12\nkvstore.v1\"D\n\x04Hint\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\x0f\n\x07session\x18\x03 \x01(\x0c\x12\x0c\n\x04keys\x18\x04 \x03(\x0c\"\xa0\x01\n\x13PublishQueueRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\x04\x12\x1f\n\x05hints\x18\x03 \x03(\x0b\x32\x10.kvstore.v1.Hint\x12\x0f\n\x07removed\x18\x04 \x03(\x0c\x12\r\n\x05\x64\x65lta\x18\x05 \x01(\x08\x12\x0e\n\x06ttl_ms\x18\x06 \x01(\x04\x12\x0e\n\x06number\x18\x07 \x01(\x04\"h\n\nQueueReply\x12\x0f\n\x07results\x18\x01 \x01(\x0c\x12\x17\n\x0fprefetch_window\x18\x02 \x01(\x04\x12\x17\n\x0f\x65viction_window\x18\x03 \x01(\x04\x12\x17\n\x0fsnapshot_wanted\x18\x04 \x01(\x08\"\x7f\n\nHintAction\x12\x0c\n\x04name\x18\x01 \x01(\x0c\x12$\n\x04kind\x18\x02 \x01(\x0e\x32\x16.kvstore.v1.ActionKind\x12\x0f\n\x07session\x18\x03 \x01(\x0c\x12\x0c\n\x04keys\x18\x04 \x03(\x0c\x12\x0e\n\x06ttl_ms\x18\x05 \x01(\x04\x12\x0e\n\x06\x65ta_ms\x18\x06 \x01(\x04\"{\n\x13\x41pplyActionsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\x04\x12\'\n\x07\x61\x63tions\x18\x03 \x03(\x0b\x32\x16.kvstore.v1.HintAction\x12\x11\n\tcancelled\x18\x04 \x03(\x0c\"/\n\x0c\x41\x63tionsReply\x12\x0f\n\x07results\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63hunks\x18\x02 \x03(\x04\"X\n\tHintState\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.kvstore.v1.ActionKind\x12\x12\n\nends_in_ms\x18\x02 \x01(\x04\x12\x11\n\tdue_in_ms\x18\x03 \x01(\x04*s\n\nHintResult\x12\x18\n\x14HINT_RESULT_ACCEPTED\x10\x00\x12\x18\n\x14HINT_RESULT_DEFERRED\x10\x01\x12\x17\n\x13HINT_RESULT_CLIPPED\x10\x02\x12\x18\n\x14HINT_RESULT_REJECTED\x10\x03*\x83\x01\n\nActionKind\x12\x18\n\x14\x41\x43TION_KIND_PREFETCH\x10\x00\x12\x16\n\x12\x41\x43TION_KIND_DEMOTE\x10\x01\x12\x13\n\x0f\x41\x43TION_KIND_PIN\x10\x02\x12\x16\n\x12\x41\x43TION_KIND_RETAIN\x10\x03\x12\x16\n\x12\x41\x43TION_KIND_EXPECT\x10\x04\x32\x9b\x01\n\x05Hints\x12G\n\x0cPublishQueue\x12\x1f.kvstore.v1.PublishQueueRequest\x1a\x16.kvstore.v1.QueueReply\x12I\n\x0c\x41pplyActions\x12\x1f.kvstore.v1.ApplyActionsRequest\x1a\x18.kvstore.v1.ActionsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvstore/v1/hints.proto\x12\nkvstore.v1\"i\n\x04Hint\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\x0f\n\x07session\x18\x03 \x01(\x0c\x12\x0c\n\x04keys\x18\x04 \x03(\x0c\x12#\n\x07prompts\x18\x05 \x03(\x0b\x32\x12.kvstore.v1.Prompt\",\n\x06Prompt\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\"\xb2\x01\n\x13PublishQueueRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\x04\x12\x1f\n\x05hints\x18\x03 \x03(\x0b\x32\x10.kvstore.v1.Hint\x12\x0f\n\x07removed\x18\x04 \x03(\x0c\x12\r\n\x05\x64\x65lta\x18\x05 \x01(\x08\x12\x0e\n\x06ttl_ms\x18\x06 \x01(\x04\x12\x0e\n\x06number\x18\x07 \x01(\x04\x12\x10\n\x08\x62y_model\x18\x08 \x01(\x08\"|\n\nQueueReply\x12\x0f\n\x07results\x18\x01 \x01(\x0c\x12\x17\n\x0fprefetch_window\x18\x02 \x01(\x04\x12\x17\n\x0f\x65viction_window\x18\x03 \x01(\x04\x12\x17\n\x0fsnapshot_wanted\x18\x04 \x01(\x08\x12\x12\n\nnamespaces\x18\x05 \x03(\x04\"\xa4\x01\n\nHintAction\x12\x0c\n\x04name\x18\x01 \x01(\x0c\x12$\n\x04kind\x18\x02 \x01(\x0e\x32\x16.kvstore.v1.ActionKind\x12\x0f\n\x07session\x18\x03 \x01(\x0c\x12\x0c\n\x04keys\x18\x04 \x03(\x0c\x12\x0e\n\x06ttl_ms\x18\x05 \x01(\x04\x12\x0e\n\x06\x65ta_ms\x18\x06 \x01(\x04\x12#\n\x07prompts\x18\x07 \x03(\x0b\x32\x12.kvstore.v1.Prompt\"\x8d\x01\n\x13\x41pplyActionsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\x04\x12\'\n\x07\x61\x63tions\x18\x03 \x03(\x0b\x32\x16.kvstore.v1.HintAction\x12\x11\n\tcancelled\x18\x04 \x03(\x0c\x12\x10\n\x08\x62y_model\x18\x05 \x01(\x08\"C\n\x0c\x41\x63tionsReply\x12\x0f\n\x07results\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63hunks\x18\x02 \x03(\x04\x12\x12\n\nnamespaces\x18\x03 \x03(\x04\"X\n\tHintState\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.kvstore.v1.ActionKind\x12\x12\n\nends_in_ms\x18\x02 \x01(\x04\x12\x11\n\tdue_in_ms\x18\x03 \x01(\x04*s\n\nHintResult\x12\x18\n\x14HINT_RESULT_ACCEPTED\x10\x00\x12\x18\n\x14HINT_RESULT_DEFERRED\x10\x01\x12\x17\n\x13HINT_RESULT_CLIPPED\x10\x02\x12\x18\n\x14HINT_RESULT_REJECTED\x10\x03*\x83\x01\n\nActionKind\x12\x18\n\x14\x41\x43TION_KIND_PREFETCH\x10\x00\x12\x16\n\x12\x41\x43TION_KIND_DEMOTE\x10\x01\x12\x13\n\x0f\x41\x43TION_KIND_PIN\x10\x02\x12\x16\n\x12\x41\x43TION_KIND_RETAIN\x10\x03\x12\x16\n\x12\x41\x43TION_KIND_EXPECT\x10\x04\x32\x9b\x01\n\x05Hints\x12G\n\x0cPublishQueue\x12\x1f.kvstore.v1.PublishQueueRequest\x1a\x16.kvstore.v1.QueueReply\x12I\n\x0c\x41pplyActions\x12\x1f.kvstore.v1.ApplyActionsRequest\x1a\x18.kvstore.v1.ActionsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvstore.v1.hints_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HINTRESULT']._serialized_start=770
-  _globals['_HINTRESULT']._serialized_end=885
-  _globals['_ACTIONKIND']._serialized_start=888
-  _globals['_ACTIONKIND']._serialized_end=1019
+  _globals['_HINTRESULT']._serialized_start=968
+  _globals['_HINTRESULT']._serialized_end=1083
+  _globals['_ACTIONKIND']._serialized_start=1086
+  _globals['_ACTIONKIND']._serialized_end=1217
   _globals['_HINT']._serialized_start=38
-  _globals['_HINT']._serialized_end=106
-  _globals['_PUBLISHQUEUEREQUEST']._serialized_start=109
-  _globals['_PUBLISHQUEUEREQUEST']._serialized_end=269
-  _globals['_QUEUEREPLY']._serialized_start=271
-  _globals['_QUEUEREPLY']._serialized_end=375
-  _globals['_HINTACTION']._serialized_start=377
-  _globals['_HINTACTION']._serialized_end=504
-  _globals['_APPLYACTIONSREQUEST']._serialized_start=506
-  _globals['_APPLYACTIONSREQUEST']._serialized_end=629
-  _globals['_ACTIONSREPLY']._serialized_start=631
-  _globals['_ACTIONSREPLY']._serialized_end=678
-  _globals['_HINTSTATE']._serialized_start=680
-  _globals['_HINTSTATE']._serialized_end=768
-  _globals['_HINTS']._serialized_start=1022
-  _globals['_HINTS']._serialized_end=1177
+  _globals['_HINT']._serialized_end=143
+  _globals['_PROMPT']._serialized_start=145
+  _globals['_PROMPT']._serialized_end=189
+  _globals['_PUBLISHQUEUEREQUEST']._serialized_start=192
+  _globals['_PUBLISHQUEUEREQUEST']._serialized_end=370
+  _globals['_QUEUEREPLY']._serialized_start=372
+  _globals['_QUEUEREPLY']._serialized_end=496
+  _globals['_HINTACTION']._serialized_start=499
+  _globals['_HINTACTION']._serialized_end=663
+  _globals['_APPLYACTIONSREQUEST']._serialized_start=666
+  _globals['_APPLYACTIONSREQUEST']._serialized_end=807
+  _globals['_ACTIONSREPLY']._serialized_start=809
+  _globals['_ACTIONSREPLY']._serialized_end=876
+  _globals['_HINTSTATE']._serialized_start=878
+  _globals['_HINTSTATE']._serialized_end=966
+  _globals['_HINTS']._serialized_start=1220
+  _globals['_HINTS']._serialized_end=1375
 # @@protoc_insertion_point(module_scope)

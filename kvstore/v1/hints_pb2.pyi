@@ -32,19 +32,29 @@ ACTION_KIND_RETAIN: ActionKind
 ACTION_KIND_EXPECT: ActionKind
 
 class Hint(_message.Message):
-    __slots__ = ("job", "position", "session", "keys")
+    __slots__ = ("job", "position", "session", "keys", "prompts")
     JOB_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
     job: bytes
     position: int
     session: bytes
     keys: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, job: _Optional[bytes] = ..., position: _Optional[int] = ..., session: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    prompts: _containers.RepeatedCompositeFieldContainer[Prompt]
+    def __init__(self, job: _Optional[bytes] = ..., position: _Optional[int] = ..., session: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ...) -> None: ...
+
+class Prompt(_message.Message):
+    __slots__ = ("namespace_id", "keys")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PublishQueueRequest(_message.Message):
-    __slots__ = ("request_id", "namespace_id", "hints", "removed", "delta", "ttl_ms", "number")
+    __slots__ = ("request_id", "namespace_id", "hints", "removed", "delta", "ttl_ms", "number", "by_model")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +62,7 @@ class PublishQueueRequest(_message.Message):
     DELTA_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BY_MODEL_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     namespace_id: int
     hints: _containers.RepeatedCompositeFieldContainer[Hint]
@@ -59,55 +70,64 @@ class PublishQueueRequest(_message.Message):
     delta: bool
     ttl_ms: int
     number: int
-    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., hints: _Optional[_Iterable[_Union[Hint, _Mapping]]] = ..., removed: _Optional[_Iterable[bytes]] = ..., delta: bool = ..., ttl_ms: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+    by_model: bool
+    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., hints: _Optional[_Iterable[_Union[Hint, _Mapping]]] = ..., removed: _Optional[_Iterable[bytes]] = ..., delta: bool = ..., ttl_ms: _Optional[int] = ..., number: _Optional[int] = ..., by_model: bool = ...) -> None: ...
 
 class QueueReply(_message.Message):
-    __slots__ = ("results", "prefetch_window", "eviction_window", "snapshot_wanted")
+    __slots__ = ("results", "prefetch_window", "eviction_window", "snapshot_wanted", "namespaces")
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_WINDOW_FIELD_NUMBER: _ClassVar[int]
     EVICTION_WINDOW_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_WANTED_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     results: bytes
     prefetch_window: int
     eviction_window: int
     snapshot_wanted: bool
-    def __init__(self, results: _Optional[bytes] = ..., prefetch_window: _Optional[int] = ..., eviction_window: _Optional[int] = ..., snapshot_wanted: bool = ...) -> None: ...
+    namespaces: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, results: _Optional[bytes] = ..., prefetch_window: _Optional[int] = ..., eviction_window: _Optional[int] = ..., snapshot_wanted: bool = ..., namespaces: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HintAction(_message.Message):
-    __slots__ = ("name", "kind", "session", "keys", "ttl_ms", "eta_ms")
+    __slots__ = ("name", "kind", "session", "keys", "ttl_ms", "eta_ms", "prompts")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     ETA_MS_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
     name: bytes
     kind: ActionKind
     session: bytes
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     ttl_ms: int
     eta_ms: int
-    def __init__(self, name: _Optional[bytes] = ..., kind: _Optional[_Union[ActionKind, str]] = ..., session: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., ttl_ms: _Optional[int] = ..., eta_ms: _Optional[int] = ...) -> None: ...
+    prompts: _containers.RepeatedCompositeFieldContainer[Prompt]
+    def __init__(self, name: _Optional[bytes] = ..., kind: _Optional[_Union[ActionKind, str]] = ..., session: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., ttl_ms: _Optional[int] = ..., eta_ms: _Optional[int] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ...) -> None: ...
 
 class ApplyActionsRequest(_message.Message):
-    __slots__ = ("request_id", "namespace_id", "actions", "cancelled")
+    __slots__ = ("request_id", "namespace_id", "actions", "cancelled", "by_model")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     ACTIONS_FIELD_NUMBER: _ClassVar[int]
     CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    BY_MODEL_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     namespace_id: int
     actions: _containers.RepeatedCompositeFieldContainer[HintAction]
     cancelled: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., actions: _Optional[_Iterable[_Union[HintAction, _Mapping]]] = ..., cancelled: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    by_model: bool
+    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., actions: _Optional[_Iterable[_Union[HintAction, _Mapping]]] = ..., cancelled: _Optional[_Iterable[bytes]] = ..., by_model: bool = ...) -> None: ...
 
 class ActionsReply(_message.Message):
-    __slots__ = ("results", "chunks")
+    __slots__ = ("results", "chunks", "namespaces")
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     results: bytes
     chunks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, results: _Optional[bytes] = ..., chunks: _Optional[_Iterable[int]] = ...) -> None: ...
+    namespaces: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, results: _Optional[bytes] = ..., chunks: _Optional[_Iterable[int]] = ..., namespaces: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HintState(_message.Message):
     __slots__ = ("kind", "ends_in_ms", "due_in_ms")

@@ -171,7 +171,7 @@ class PoolStats(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., segments: _Optional[int] = ..., capacity: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., ready: _Optional[int] = ..., quarantined: _Optional[int] = ...) -> None: ...
 
 class NamespaceStats(_message.Message):
-    __slots__ = ("namespace_id", "tenant", "model", "weights_epoch", "chunks", "incomplete", "resident_bytes", "pinned_bytes", "sessions", "lookups", "hits", "segments", "cold_chunks", "cold_bytes", "ssd_hits", "spec", "chunk_tokens", "chunk_bytes", "salt", "worker_chunks")
+    __slots__ = ("namespace_id", "tenant", "model", "weights_epoch", "chunks", "incomplete", "resident_bytes", "pinned_bytes", "sessions", "lookups", "hits", "segments", "cold_chunks", "cold_bytes", "ssd_hits", "spec", "chunk_tokens", "chunk_bytes", "salt", "worker_chunks", "opened")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +192,7 @@ class NamespaceStats(_message.Message):
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     WORKER_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
     namespace_id: int
     tenant: str
     model: str
@@ -212,7 +213,8 @@ class NamespaceStats(_message.Message):
     chunk_bytes: int
     salt: bytes
     worker_chunks: int
-    def __init__(self, namespace_id: _Optional[int] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., weights_epoch: _Optional[int] = ..., chunks: _Optional[int] = ..., incomplete: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., lookups: _Optional[int] = ..., hits: _Optional[int] = ..., segments: _Optional[int] = ..., cold_chunks: _Optional[int] = ..., cold_bytes: _Optional[int] = ..., ssd_hits: _Optional[int] = ..., spec: _Optional[_Union[_types_pb2.Namespace, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., salt: _Optional[bytes] = ..., worker_chunks: _Optional[int] = ...) -> None: ...
+    opened: int
+    def __init__(self, namespace_id: _Optional[int] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., weights_epoch: _Optional[int] = ..., chunks: _Optional[int] = ..., incomplete: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., lookups: _Optional[int] = ..., hits: _Optional[int] = ..., segments: _Optional[int] = ..., cold_chunks: _Optional[int] = ..., cold_bytes: _Optional[int] = ..., ssd_hits: _Optional[int] = ..., spec: _Optional[_Union[_types_pb2.Namespace, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., salt: _Optional[bytes] = ..., worker_chunks: _Optional[int] = ..., opened: _Optional[int] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ("namespace_id", "limit", "skip", "session")

@@ -170,6 +170,7 @@ def queue_to_proto(answer: QueueAccepted) -> hints_pb2.QueueReply:
         prefetch_window=answer.prefetch_window,
         eviction_window=answer.eviction_window,
         snapshot_wanted=answer.snapshot_wanted,
+        namespaces=answer.namespaces,
     )
 
 
@@ -179,15 +180,20 @@ def queue_from_proto(message: hints_pb2.QueueReply) -> QueueAccepted:
         prefetch_window=message.prefetch_window,
         eviction_window=message.eviction_window,
         snapshot_wanted=message.snapshot_wanted,
+        namespaces=tuple(map(NamespaceId, message.namespaces)),
     )
 
 
 def actions_to_proto(answer: ActionsApplied) -> hints_pb2.ActionsReply:
-    return hints_pb2.ActionsReply(results=bytes(answer.results), chunks=answer.chunks)
+    return hints_pb2.ActionsReply(
+        results=bytes(answer.results), chunks=answer.chunks, namespaces=answer.namespaces
+    )
 
 
 def actions_from_proto(message: hints_pb2.ActionsReply) -> ActionsApplied:
-    return ActionsApplied(hints_from_bytes(message.results), tuple(message.chunks))
+    return ActionsApplied(
+        hints_from_bytes(message.results), tuple(message.chunks), tuple(map(NamespaceId, message.namespaces))
+    )
 
 
 def _hint_states(states: Sequence[HintState]) -> list[hints_pb2.HintState]:

@@ -98,3 +98,24 @@ def test_the_gateway_of_schedulers_runs_as_pasted(start_daemon, run_dir):
     start_daemon()
     ended = run(run_dir, ROOT / "docs" / "schedulers.md")
     assert (ended.stdout, ended.stderr) == (f"{[f'answered chat {number}' for number in range(4)]}\n", "")
+
+
+@pytest.mark.parametrize("first", ["README.md", "docs/asyncio.md"])
+def test_the_pages_follow_each_other_on_one_daemon(first, start_daemon, run_dir):
+    """They have namespaces of one model name, each another, and a hint reaches its own."""
+    start_daemon(dram_bytes="64M")
+    readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[2]
+    pages = {
+        "README.md": (readme.replace('"/tmp/kv"', repr(str(run_dir))), ["['ACCEPTED', 'ACCEPTED']"]),
+        "docs/asyncio.md": (example(ROOT / "docs" / "asyncio.md"), ["4 chunks loaded", "ACCEPTED"]),
+        "proto/README.md": (
+            example(),
+            ["saved 1048576 bytes", "loaded 1048576 bytes", "put and got 1048576 bytes"],
+        ),
+    }
+    others = [name for name in pages if name != first]
+    for name in (first, *others, first):
+        text, said = pages[name]
+        command = [sys.executable, "-P", "-c", text, str(run_dir)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/", check=False)
+        assert (name, ended.stdout.splitlines(), ended.stderr) == (name, said, "")

@@ -339,6 +339,18 @@ class PublishQueue:
     ttl_ms: int = 0
     number: int = 0
     """0: it is not numbered."""
+    by_model: bool = False
+    """`namespace` stands for its model: each hint is for one of the model's namespaces (`hint_namespaces.py`)."""
+    prompts: tuple[tuple[Prompt, ...], ...] = ()
+    """Of each hint, or none at all: what else its keys may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Chunk keys of one prompt, as one namespace has them."""
+
+    namespace: NamespaceId
+    keys: tuple[ChunkKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +362,10 @@ class ApplyActions:
     namespace: NamespaceId
     actions: tuple[HintAction, ...] = ()
     cancelled: tuple[bytes, ...] = ()
+    by_model: bool = False
+    """As in `PublishQueue`,"""
+    prompts: tuple[tuple[Prompt, ...], ...] = ()
+    """and of each action."""
 
 
 @dataclass(frozen=True, slots=True)

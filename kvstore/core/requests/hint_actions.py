@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import NamedTuple
 
 from kvstore.core import events as ev
@@ -29,6 +30,7 @@ from kvstore.core.cold_tier import ColdTier
 from kvstore.core.jobs import BEHIND, FIRST, LAST, Job
 from kvstore.core.namespaces import Namespace
 from kvstore.core.requests.credit import Mark
+from kvstore.core.requests.hint_namespaces import namespace_for
 from kvstore.core.requests.queue import KEYS_PER_WORKER_MAX, NEVER, Queue
 from kvstore.core.requests.reads import clip_ttl
 from kvstore.core.state import State
@@ -70,6 +72,7 @@ def _bound(kind: ActionKind) -> ActionKind:
 class Place(NamedTuple):
     worker: WorkerId
     namespace: NamespaceId
+    """That the worker named: of an action by model not always where its chunks are."""
     name: bytes
 
 
@@ -112,6 +115,7 @@ class Left:
 class Demotion:
     """Chunks that have not left DRAM yet."""
 
+    namespace: NamespaceId
     keys: tuple[ChunkKey, ...]
     action: HintAction
     until: Millis
@@ -143,24 +147,37 @@ class HintActions:
         for index, action in enumerate(event.actions):
             if action.eta_ms < 0:
                 raise BadRequest("is a time to come", field=f"actions[{index}].eta_ms", value=action.eta_ms)
-        renewed = {action.name: action for action in event.actions}
+        candidates = state.namespaces_of_model(namespace) if event.by_model else []
+        actions: list[tuple[Namespace, HintAction]] = [(namespace, action) for action in event.actions]
+        if candidates:
+            actions = []
+            for action, prompts in zip(event.actions, event.prompts or repeat(()), strict=False):
+                home, keys = namespace_for(
+                    state, self._queue.is_unknown, candidates, action.session, action.keys, prompts
+                )
+                actions.append((home, replace(action, keys=keys)))
+        renewed = {action.name: (home.id, action) for home, action in actions}
         marks: dict[bytes, Mark] = {}
         for name in (*event.cancelled, *renewed):
-            mark = self._take_mark(Place(worker.id, namespace.id, name), renewed.get(name))
+            mark = self._take_mark(Place(worker.id, namespace.id, name), *renewed.get(name, (None, None)))
             if mark is not None:
                 marks[name] = mark
             self._end(Place(worker.id, namespace.id, name))
         left = self._left(worker.id)
         results = []
-        for action in event.actions:
+        for home, action in actions:
             place = Place(worker.id, namespace.id, action.name)
             self._end(place)
-            results.append(self._apply(worker, namespace, place, action, left))
+            results.append(self._apply(worker, home, place, action, left))
             if action.name in marks and place in self.kept:
                 self._marks[place] = marks[action.name]
         state.counters["hint_actions"] += len(results)
         state.counters["hint_actions_rejected"] += sum(result is HintResult.REJECTED for result, _ in results)
-        return ev.ActionsApplied(tuple(one.result for one in results), tuple(one.chunks for one in results))
+        return ev.ActionsApplied(
+            tuple(one.result for one in results),
+            tuple(one.chunks for one in results),
+            tuple(each.id for each in candidates),
+        )
 
     def _apply(
         self, worker: Worker, namespace: Namespace, place: Place, action: HintAction, left: Left
@@ -228,7 +245,7 @@ class HintActions:
         )
         kept = self.kept[place] = Kept(job, action, tenant, len(keys) * namespace.chunk_bytes)
         self.kept_bytes[_bound(action.kind)][tenant] += kept.bytes
-        self._queue.put(job)
+        self._queue.put(job, place.namespace)
 
     def _left(self, worker: WorkerId) -> Left:
         """What the worker's bounds leave room for."""
@@ -276,15 +293,16 @@ class HintActions:
 
     # ----------------------------------------------------------------------------------------------------- judging
 
-    def _take_mark(self, place: Place, new: HintAction | None) -> Mark | None:
+    def _take_mark(self, place: Place, home: NamespaceId | None, new: HintAction | None) -> Mark | None:
         """Of an action that another one renews which names the same: it is judged when that is over. One that came true
         is judged now."""
         kept, mark = self.kept.get(place), self._marks.get(place)
         if kept is None or mark is None or new is None or new.kind not in FORESEEING:
             return None
-        if (new.session, new.keys) != (kept.action.session, kept.action.keys):
+        before = kept.job.namespace, kept.action.session, kept.action.keys
+        if (home, new.session, new.keys) != before:
             return None
-        if mark.used or self._queue.credit.was_asked_for(place.namespace, mark):
+        if mark.used or self._queue.credit.was_asked_for(kept.job.namespace, mark):
             return None
         return self._marks.pop(place)
 
@@ -316,7 +334,7 @@ class HintActions:
         waiting, demoted = self._leave_dram(namespace, action, keys)
         if waiting:
             ttl_ms = clip_ttl(action.ttl_ms, limits.hint_ttl_ms, limits.hint_ttl_max_ms)
-            self.demotions[place] = Demotion(waiting, action, state.now + ttl_ms)
+            self.demotions[place] = Demotion(namespace.id, waiting, action, state.now + ttl_ms)
             return Result(HintResult.DEFERRED, demoted + len(waiting))
         return Result(HintResult.ACCEPTED, demoted) if demoted else REJECTED
 
@@ -377,7 +395,7 @@ class HintActions:
         self._judge()
         looked_at = 0
         for place, demotion in list(self.demotions.items()):
-            namespace = state.namespaces.get(place.namespace)
+            namespace = state.namespaces.get(demotion.namespace)
             if demotion.until <= state.now or namespace is None or namespace.retired:
                 del self.demotions[place]
                 continue

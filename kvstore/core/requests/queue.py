@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 
 from kvstore.core import events as ev
 from kvstore.core.bulk import needed
@@ -23,6 +24,7 @@ from kvstore.core.cold_tier import ColdTier
 from kvstore.core.jobs import LINE_STEP, LINES_BEFORE, Job
 from kvstore.core.namespaces import Namespace
 from kvstore.core.requests.credit import GRACE_MS, Credit, Mark
+from kvstore.core.requests.hint_namespaces import namespace_for
 from kvstore.core.requests.plan import Planner
 from kvstore.core.requests.reads import clip_ttl
 from kvstore.core.state import SessionName, State
@@ -49,7 +51,6 @@ class Feed:
     """What one scheduler said of one namespace."""
 
     tenant: str
-    chunk_bytes: int
     jobs: dict[bytes, Job] = field(default_factory=dict)
     keys: int = 0
     """In all of them."""
@@ -72,6 +73,8 @@ class Publication:
     tenant: str
     jobs: tuple[bytes, ...]
     refused: dict[bytes, HintResult]
+    looked_in: tuple[NamespaceId, ...]
+    """Of hints by model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +132,10 @@ class Queue:
 
     # ------------------------------------------------------------------------------------------------- hint actions
 
-    def put(self, job: Job) -> None:
-        """A job of a hint action: its name is none that a caller could give a job of his, and it has none yet."""
-        self.actions.setdefault(job.worker, {})[job.namespace, job.name] = job
+    def put(self, job: Job, namespace: NamespaceId) -> None:
+        """A job of a hint action that was asked for under `namespace`: its name is none that a caller could give a job
+        of his, and it has none yet."""
+        self.actions.setdefault(job.worker, {})[namespace, job.name] = job
         self.state.jobs.add([job])
         if self.state.now < job.promote_at < NEVER:
             insort(self._later, (job.promote_at, job.label, job))
@@ -180,18 +184,31 @@ class Queue:
                     value=hint.position,
                 )
         feeds = self.feeds.setdefault(worker.id, {})
-        feed = feeds.setdefault(namespace.id, Feed(namespace.tenant, namespace.chunk_bytes))
+        feed = feeds.setdefault(namespace.id, Feed(namespace.tenant))
         names = tuple(hint.job for hint in event.hints)
         state.counters["hints_received"] += len(names)
+        candidates = state.namespaces_of_model(namespace) if event.by_model else []
+        looked_in = tuple(each.id for each in candidates)
         refused: dict[bytes, HintResult] = {}
         if event.number and not event.snapshot and event.number > feed.number + 1:
             self._drop_if_empty(worker.id, namespace.id)
             state.counters["hints_out_of_order"] += 1
-            return ev.QueueAccepted((HintResult.REJECTED,) * len(names), *self.reach(feed.tenant), True)
+            rejected = (HintResult.REJECTED,) * len(names)
+            return ev.QueueAccepted(rejected, *self.reach(feed.tenant), True, looked_in)
         if not event.number or event.number > feed.number:
-            refused = self._take(worker, namespace, feed, event)
+            homes: dict[bytes, Namespace] = {}
+            if candidates:
+                hints = []
+                for hint, prompts in zip(event.hints, event.prompts or repeat(()), strict=False):
+                    home, keys = namespace_for(
+                        state, self.is_unknown, candidates, hint.session, hint.keys, prompts
+                    )
+                    homes[hint.job] = home
+                    hints.append(replace(hint, keys=keys))
+                event = replace(event, hints=tuple(hints))
+            refused = self._take(worker, namespace, feed, event, homes)
         self._drop_if_empty(worker.id, namespace.id)
-        publication = Publication(event.ticket, namespace.id, feed.tenant, names, refused)
+        publication = Publication(event.ticket, namespace.id, feed.tenant, names, refused, looked_in)
         if self._planned_at + self._planned_rows // PUBLISH_ROWS_PER_MS > state.now:
             self._unanswered.append(publication)
             return None
@@ -199,15 +216,29 @@ class Queue:
         return self._answer(publication)
 
     def _take(
-        self, worker: Worker, namespace: Namespace, feed: Feed, event: ev.PublishQueue
+        self,
+        worker: Worker,
+        namespace: Namespace,
+        feed: Feed,
+        event: ev.PublishQueue,
+        homes: Mapping[bytes, Namespace],
     ) -> dict[bytes, HintResult]:
-        """The hints of a message that is not a repetition; those that are not kept, with the answer."""
+        """The hints of a message that is not a repetition; those that are not kept, with the answer. `homes`: the
+        namespaces of jobs that are not for `namespace`."""
         state, limits = self.state, self.state.limits
         hints = {hint.job: hint for hint in event.hints}
         gone = {name: None for name in feed.jobs if name not in hints} if event.snapshot else {}
         gone.update(dict.fromkeys(event.removed))
         ordered = sorted(hints.values(), key=lambda hint: hint.position)
-        lines = self._lines(feed, ordered) if event.snapshot else {}
+        known_as = {
+            hint.job: job
+            for hint in ordered
+            if (job := feed.jobs.get(hint.job)) is not None
+            and job.keys == hint.keys
+            and job.session == hint.session
+            and job.namespace == homes.get(hint.job, namespace).id
+        }
+        lines = self._lines(feed, ordered, known_as) if event.snapshot else {}
         self._end(feed, gone)
         ttl_ms = clip_ttl(event.ttl_ms, limits.hint_ttl_ms, limits.hint_ttl_max_ms)
         until = state.now + ttl_ms
@@ -225,7 +256,7 @@ class Queue:
         for hint in ordered:
             known = feed.jobs.get(hint.job)
             if known is not None:
-                same = known.keys == hint.keys and known.session == hint.session
+                same = hint.job in known_as
                 if same and (known.position == hint.position or lines.get(hint.job) == known.line):
                     known.position = hint.position
                     known.until = until
@@ -239,7 +270,8 @@ class Queue:
         self._remove(feed, away)
         new: list[Job] = []
         for hint in wanted:
-            name = (namespace.id, hint.session)
+            home = homes.get(hint.job, namespace)
+            name = (home.id, hint.session)
             if not (hint.keys or name in state.sessions.by_name or not self.is_unknown(name)):
                 refused[hint.job] = HintResult.REJECTED
                 continue
@@ -253,7 +285,7 @@ class Queue:
             job = Job(
                 worker.id,
                 feed.tenant,
-                namespace.id,
+                home.id,
                 hint.job,
                 hint.session,
                 hint.keys,
@@ -261,7 +293,7 @@ class Queue:
                 line,
                 moved[hint.job].since if hint.job in moved else state.now,
                 until,
-                feed.chunk_bytes,
+                home.chunk_bytes,
             )
             if hint.job in moved:
                 self.credit.moved(moved.pop(hint.job), job)
@@ -274,10 +306,12 @@ class Queue:
         state.counters["hints_rejected"] += sum(result is HintResult.REJECTED for result in refused.values())
         return refused
 
-    def _lines(self, feed: Feed, ordered: Sequence[ev.Hint]) -> dict[bytes, int]:
-        """Where the jobs of a snapshot stand if those that are known stay where they are: the head of a queue goes, all
-        others have other positions and are in the same order. Nothing, if they are not, or if others of the tenant have
-        jobs that stand between them."""
+    def _lines(
+        self, feed: Feed, ordered: Sequence[ev.Hint], known_as: Mapping[bytes, Job]
+    ) -> dict[bytes, int]:
+        """Where the jobs of a snapshot stand if those of them that are known stay where they are: the head of a queue
+        goes, all others have other positions and are in the same order. Nothing, if they are not, or if others of the
+        tenant have jobs that stand between them."""
         window = self.state.jobs.windows.get(feed.tenant)
         if window is None or len(window.queued) != len(feed.jobs):
             return {}
@@ -291,8 +325,8 @@ class Queue:
         waiting: list[bytes] = []
         last = None
         for hint in ordered:
-            known = feed.jobs.get(hint.job)
-            if known is None or known.keys != hint.keys or known.session != hint.session:
+            known = known_as.get(hint.job)
+            if known is None:
                 waiting.append(hint.job)
                 continue
             step = LINE_STEP if last is None else (known.line - last) // (len(waiting) + 1)
@@ -387,7 +421,7 @@ class Queue:
                 results.append(HintResult.CLIPPED)
             else:
                 results.append(HintResult.ACCEPTED if window.is_ahead(job) else HintResult.DEFERRED)
-        return ev.QueueAccepted(tuple(results), *self.reach(published.tenant))
+        return ev.QueueAccepted(tuple(results), *self.reach(published.tenant), namespaces=published.looked_in)
 
     # ------------------------------------------------------------------------------------------------------- ending
 
@@ -499,3 +533,19 @@ class Queue:
             for row in rows
             if flags[row] & (STORED | PROMOTING | DOOMED) == STORED and not state.is_resident(row)
         ]
+
+    # ------------------------------------------------------------------------------------------------ for checkers
+
+    def check_integrity(self) -> None:
+        """A job is of its scheduler's tenant, and of the model that its message named."""
+        namespaces = self.state.namespaces
+        for worker, feeds in self.feeds.items():
+            for number, feed in feeds.items():
+                named = namespaces.get(number)
+                for job in feed.jobs.values():
+                    home = namespaces.get(job.namespace)
+                    if named is not None and home is not None:
+                        assert (home.tenant, home.spec.model) == (named.tenant, named.spec.model), (
+                            worker,
+                            job,
+                        )
