@@ -502,6 +502,46 @@ def test_the_runs_that_deviate_most_are_chosen() -> None:
     assert not cut.takes(chosen[1:]) and not cut.takes((*chosen[1:], 40)) and not cut.takes(chosen[:1] * 16)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    head=st.sampled_from((0, 4, 20)),
+    share=st.sampled_from((0.3, 0.5, 0.8)),
+    mass=st.sampled_from((0.0, 0.2)),
+)
+def test_each_token_that_is_computed_sees_what_stands_before_it(
+    seed: int, head: int, share: float, mass: float
+) -> None:
+    """Whatever was chosen at each of many cuts: tokens are their own numbers in the conversation here."""
+    tokens, known = conversation(seed, 24)
+    how = replace(DEVIATING, recompute_share=share, mass_share=mass, head_tokens=head)
+    choices: dict[bytes, tuple[int, ...]] = {}
+    for turns in known:
+        prompt = tokens[: turns.ends[-1]]
+        kept = view(prompt, how, turns, chunk_tokens=T, choices=choices)
+        while kept.undecided is not None:
+            asked = kept.undecided
+            places = [place for low, high in asked.spans for place in range(low, high)]
+            choices[asked.key] = asked.choose([float(place * 7_919 % 101) for place in places])
+            kept = view(prompt, how, turns, chunk_tokens=T, choices=choices)
+        assert not kept.unknown
+        rank = {token: number for number, token in enumerate(kept.remaining)}
+        own = kept.chain.tokens
+        there = set(own)
+        for piece in kept.chain.seen:
+            old = piece.chain.tokens[piece.begin : piece.end]
+            assert list(old) == list(range(old[0], old[0] + len(old))), "a piece is of one place"
+            assert not there.intersection(old), "seen twice"
+            there.update(old)
+            for number, token in enumerate(own):
+                assert (number >= piece.at) == (token > old[0]), f"{token} and {old[0]} to {old[-1]}"
+            if not kept.stays:
+                assert piece.position == rank[old[0]]
+        assert there == set(kept.remaining), "something that is kept is seen by nobody, or something else is"
+        if not kept.stays:
+            assert [kept.chain.position(number) for number in range(len(own))] == [rank[one] for one in own]
+
+
 @pytest.mark.parametrize("head", [20, 0])
 def test_all_of_it_computed_anew_is_what_remains(
     model: LlamaForCausalLM, store: FakeStore, engines: Make, head: int
