@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from kvstore.arguments import one_of
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -41,6 +43,9 @@ class JobQueue:
         return tuple(self._running.values())
 
     def put(self, job: Job) -> None:
+        """It waits, behind all that wait already. Raises BadRequest for what is no Job."""
+        one_of("job", job, Job, "as Job(session, tokens, max_new_tokens)")
+        one_of("job.session", job.session, str)
         self._waiting.append(job)
 
     def start(self) -> Job | None:
