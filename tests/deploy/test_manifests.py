@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,22 +15,34 @@ import pytest
 import yaml
 
 from kvstore import config
+from kvstore.__main__ import configuration
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 CHART = DEPLOY / "helm/attnstore"
 ALERTS = CHART / "alerts.yaml"
+PAGE = DEPLOY.parent / "docs/kubernetes.md"
+FLEET = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)[0])
+"""The values of the page."""
 OURS = {"DaemonSet", "ConfigMap", "ServiceAccount", "NetworkPolicy"}
 EVERYTHING = {
     "settings": {
         **{"dram_bytes": "8G", "segment_bytes": 1 << 30, "prefetch_share_max": 0.5, "huge_pages": False},
         "tcp_address": "0.0.0.0:7070",
+        "kv_events_endpoint": "tcp://0.0.0.0:5557",
+        "dram_quotas": {"alice": "8G", "*": 1 << 31},
     },
+    "extraEnv": [{"name": "AWS_REGION", "value": "eu-1"}],
+    "extraVolumes": [{"name": "nfs", "nfs": {"server": "nas", "path": "/kv"}}],
+    "extraVolumeMounts": [{"name": "nfs", "mountPath": "/mnt/kv"}],
     "tenants": {"1000": 'alice "a" \\ '},
     "ssd": {"enabled": True, "bytes": 1 << 40},
     "accessSecret": "access",
     "tlsSecret": "tls",
     "metrics": {"podMonitor": True, "prometheusRule": True},
-    "networkPolicy": {"tcpFrom": [{"podSelector": {}}], "egress": [{"ports": [{"port": 6379}]}]},
+    "networkPolicy": {
+        **{"tcpFrom": [{"podSelector": {}}], "eventsFrom": [{"podSelector": {}}]},
+        "egress": [{"ports": [{"port": 6379}]}],
+    },
     "nodeSelector": {"gpu": "true"},
     "priorityClassName": "system-node-critical",
     "imagePullSecrets": [{"name": "registry"}],
@@ -67,7 +80,7 @@ def test_the_chart_has_no_faults() -> None:
     subprocess.run([tool("helm"), "lint", "--strict", str(CHART)], check=True)
 
 
-@pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])
+@pytest.mark.parametrize("values", [{}, EVERYTHING, FLEET], ids=["defaults", "everything", "fleet"])
 def test_what_the_chart_makes_fits_the_schemas_of_kubernetes(tmp_path: Path, values: dict[str, Any]) -> None:
     made = rendered(tmp_path, values)
     assert made.keys() >= OURS
@@ -88,9 +101,33 @@ def test_the_settings_that_the_chart_writes_are_read_by_the_daemon(tmp_path: Pat
         *("dram_bytes=8589934592", "segment_bytes=1073741824", "prefetch_share_max=0.5", "huge_pages=False"),
         *("tcp_address='0.0.0.0:7070'", "ssd_bytes=1099511627776", "run_dir='/run/kvstored'"),
         *("metrics_port=9464", "metrics_host='0.0.0.0'", "access_file='/etc/kvstored-access/access.toml'"),
+        "dram_quotas={'*': 2147483648, 'alice': 8589934592}",
         """tenants={'1000': 'alice "a" \\\\ '}""",
     ):
         assert setting in told, setting
+
+
+def test_nodes_of_a_fleet_find_secrets_names_and_each_other(tmp_path: Path) -> None:
+    made = rendered(tmp_path, FLEET)
+    file = tmp_path / "kvstored.toml"
+    file.write_text(made["ConfigMap"]["data"]["kvstored.toml"])
+    (container,) = made["DaemonSet"]["spec"]["template"]["spec"]["containers"]
+    variables = {item["name"]: item.get("value", "redis://registry:6379/0") for item in container["env"]}
+    assert container["envFrom"] == FLEET["extraEnvFrom"]
+    source = {item["name"]: item.get("valueFrom") for item in container["env"]}
+    assert source["KVSTORED_NODE_NAME"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    assert source["POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    assert variables["KVSTORED_PEER_ADVERTISE"] == "$(POD_IP):7071"
+    variables |= {"KVSTORED_NODE_NAME": "gpu-07", "KVSTORED_PEER_ADVERTISE": "10.0.0.7:7071"}
+    settings = configuration([f"--config={file}"], variables)
+    assert settings.node_name == "gpu-07" and settings.peer_advertise == "10.0.0.7:7071"
+    places = [mount["mountPath"] for mount in container["volumeMounts"]]
+    files = [value for name, value in FLEET["settings"].items() if str(value).startswith("/")]
+    assert len(files) == 6 and all(str(Path(path).parent) in places for path in files)
+    policy = made["NetworkPolicy"]["spec"]
+    others = [{"podSelector": policy["podSelector"]}]
+    assert {"from": others, "ports": [{"port": 7071}]} in policy["ingress"]
+    assert policy["egress"] == [{"to": others, "ports": [{"port": 7071}]}, *FLEET["networkPolicy"]["egress"]]
 
 
 def test_a_changed_setting_starts_the_daemons_anew(tmp_path: Path) -> None:
@@ -121,6 +158,8 @@ def test_the_container_has_no_rights_that_it_does_not_need(tmp_path: Path) -> No
         ({"tenants": {"alice": "1000"}}, "alice"),
         ({"ssd": {"path": "/x"}}, "path"),
         ({"metrics": {"port": 70_000}}, "port"),
+        ({"extraSecrets": ["a/b"]}, "extraSecrets"),
+        ({"extraEnv": [{"value": "x"}]}, "name"),
     ],
 )
 def test_values_that_cannot_work_are_refused_by_name(

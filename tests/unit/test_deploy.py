@@ -53,3 +53,32 @@ def test_the_unit_is_not_restarted_for_settings_that_cannot_work() -> None:
     assert "dram_bytes=lots" in ended.stderr
     lines = (DEPLOY / "kvstored.service").read_text().splitlines()
     assert f"RestartPreventExitStatus={ended.returncode}" in lines
+
+
+def test_the_image_has_every_extra_that_a_setting_of_the_daemon_can_ask_for() -> None:
+    parts = ("server", "fleet", "tiers", "transport", "core")
+    sources = [path for part in parts for path in (DEPLOY.parent / "kvstore" / part).rglob("*.py")]
+    sources.append(DEPLOY.parent / "kvstore/__main__.py")
+    wanted = {name for path in sources for name in re.findall(r"attnstore\[(\w+)\]", path.read_text())}
+    assert wanted >= {"daemon", "remote", "fleet", "encryption", "events", "identity"}
+    (installed,) = re.findall(r'"\$2\[([\w,]+)\]"', (DEPLOY / "install.sh").read_text())
+    assert wanted == set(installed.split(","))
+    assert "RUN sh /src/deploy/install.sh /opt/attnstore /src\n" in (DEPLOY / "Dockerfile").read_text()
+
+
+def test_what_is_sent_to_docker_is_what_the_image_is_made_of() -> None:
+    lines = (DEPLOY.parent / ".dockerignore").read_text().splitlines()
+    assert lines[1] == "*"
+    sent = [line[1:] for line in lines if line.startswith("!")]
+    (copied,) = re.findall(r"cp -r (.*) \$\(INTO\)/source", (DEPLOY.parent / "Makefile").read_text())
+    assert {*copied.split(), "deploy/install.sh"} == set(sent)
+    assert all((DEPLOY.parent / name).exists() for name in sent)
+
+
+def test_every_page_and_manifest_names_one_image() -> None:
+    chart = (DEPLOY / "helm/attnstore/Chart.yaml").read_text()
+    (version,) = re.findall(r'appVersion: "(.*)"', chart)
+    pages = ("Dockerfile", "compose.yaml", "sidecar.yaml", "../docs/kubernetes.md")
+    for page in pages:
+        tags = set(re.findall(r"(?:image: |-t |example/)attnstore(:\S+)?", (DEPLOY / page).read_text()))
+        assert tags - {""} == {f":{version}"}, page

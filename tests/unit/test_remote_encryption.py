@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.config import StoreConfig
 from kvstore.errors import ConfigError
 from kvstore.tiers.remote.records import Description
 from kvstore.types import ChunkKey
 
 pytest.importorskip("cryptography")
 from kvstore.tiers.remote.encryption import OVERHEAD, Cipher
+from kvstore.tiers.remote.opening import read_salt
 
 OLD, NEW = b"o" * 32, b"n" * 32
 WHAT = Description(b"n" * 32, ChunkKey(b"k"), 1, 2, 64, False, (b"m" * 16,), 5, 7, 3, 0, True)
@@ -71,6 +73,7 @@ def test_keys_are_rotated() -> None:
         ("11" * 31, 0o600, "must hold 1 to 16 keys"),
         ("xx" * 32, 0o600, "must hold 1 to 16 keys"),
         ("11" * 32, 0o644, "can be read by other users"),
+        ("11" * 32, 0o620, "can be read by other users"),
     ],
 )
 def test_a_key_file_that_is_none_is_refused(tmp_path: Path, text: str, mode: int, why: str) -> None:
@@ -81,3 +84,16 @@ def test_a_key_file_that_is_none_is_refused(tmp_path: Path, text: str, mode: int
         Cipher.read(str(path))
     with pytest.raises(ConfigError, match="remote_key_file"):
         Cipher.read(str(tmp_path / "absent"))
+
+
+def test_secrets_that_kubernetes_mounts_are_read(tmp_path: Path) -> None:
+    """With an fsGroup the group of a pod can read them, whatever mode is asked for."""
+    for name in ("key", "salt"):
+        (tmp_path / name).write_text("11" * 32)
+        (tmp_path / name).chmod(0o440)
+    Cipher.read(str(tmp_path / "key"))
+    config = StoreConfig(remote_salt_file=str(tmp_path / "salt"))
+    assert read_salt(config) == b"11" * 32
+    (tmp_path / "salt").chmod(0o444)
+    with pytest.raises(ConfigError, match="can be read by other users"):
+        read_salt(config)

@@ -196,7 +196,7 @@ class DeviceBlocks(PagedBlocks):
 
     def overwritten(self, blocks: Iterable[int] | None) -> None:
         wanted = list(self._reads) if blocks is None else [block for block in blocks if block in self._reads]
-        for event in dict.fromkeys([self._reads.pop(block) for block in wanted]):
+        for event in dict.fromkeys([self._reads[block] for block in wanted]):
             event.synchronize()
         if not self._device.tracks:
             self._reads = {block: event for block, event in self._reads.items() if not event.query()}

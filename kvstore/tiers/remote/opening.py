@@ -73,7 +73,7 @@ def read_salt(config: StoreConfig) -> bytes:
         return b""
     try:
         salt = Path(path).read_bytes().strip()
-        others = os.stat(path).st_mode & 0o077
+        others = os.stat(path).st_mode & 0o037  # the group may read: Kubernetes mounts a secret so
     except OSError as problem:
         raise ConfigError.unreadable(problem, field="remote_salt_file", path=path) from None
     if len(salt) < SALT_BYTES_MIN:

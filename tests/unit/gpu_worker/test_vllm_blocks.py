@@ -276,11 +276,13 @@ def test_blocks_are_given_to_others_when_they_are_copied(told: bool, rigs: Calla
             rig.touches(2, writes=True)
 
 
-def test_who_had_a_block_before_has_read_it_when_it_is_filled(rigs: Callable[..., Rig]) -> None:
+@pytest.mark.parametrize("saved", [True, False])
+def test_who_had_a_block_before_has_read_it_when_it_is_filled(saved: bool, rigs: Callable[..., Rig]) -> None:
     rig = rigs()
     keys, _ = rig.stored(1)
     rig.touches(4, writes=True)
-    rig.gather([4])
+    if saved:
+        rig.gather([4])
     after = rig.blocks.free_for([4])
     found: list[bool] = []
     lease = rig.read(keys)

@@ -32,7 +32,7 @@ tls_certificate = "/etc/kvstored-tls/tls.crt"
 tls_key = "/etc/kvstored-tls/tls.key"
 {{- end }}
 {{- range $name, $value := .Values.settings }}
-{{ $name }} = {{ if kindIs "float64" $value }}{{ if eq (floor $value) $value }}{{ printf "%.0f" $value }}{{ else }}{{ $value }}{{ end }}{{ else }}{{ toJson $value }}{{ end }}
+{{ $name }} = {{ if kindIs "map" $value }}{ {{- range $i, $key := keys $value | sortAlpha }}{{ if $i }}, {{ end }}{{ toJson $key }} = {{ include "attnstore.number" (index $value $key) }}{{ end -}} }{{ else }}{{ include "attnstore.number" $value }}{{ end }}
 {{- end }}
 {{- if .Values.tenants }}
 
@@ -41,4 +41,9 @@ tls_key = "/etc/kvstored-tls/tls.key"
 {{ $uid }} = {{ toJson $tenant }}
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{- /* A value of TOML: Helm reads every number as a float. */ -}}
+{{- define "attnstore.number" -}}
+{{- if kindIs "float64" . }}{{ if eq (floor .) . }}{{ printf "%.0f" . }}{{ else }}{{ . }}{{ end }}{{ else }}{{ toJson . }}{{ end -}}
 {{- end -}}
