@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from kvstore.arguments import one_of
+from kvstore.errors import BadRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,13 @@ class JobQueue:
 
     def put(self, job: Job) -> None:
         """It waits, behind all that wait already. Raises BadRequest for what is no Job."""
-        one_of("job", job, Job, "as Job(session, tokens, max_new_tokens)")
-        one_of("job.session", job.session, str)
+        if not isinstance(job, Job) or not isinstance(job.session, str):
+            raise BadRequest(
+                "is no job of a session whose name is a str",
+                field="job",
+                value=repr(job)[:200],
+                remedy="put a Job(session, tokens, max_new_tokens)",
+            )
         self._waiting.append(job)
 
     def start(self) -> Job | None:

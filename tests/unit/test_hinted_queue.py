@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -142,8 +141,8 @@ def test_jobs_are_told_in_order_the_running_ones_first(made: list[HintedQueue]) 
 def test_what_is_no_job_is_refused_and_hides_none_behind_it(made: list[HintedQueue]) -> None:
     client = ScriptedClient()
     with HintedQueue(client, "m") as queue:  # type: ignore[arg-type]  # all of a client that it uses
-        for wrong, field in (("chat 7", "job: "), (Job(b"chat 7", (1,), 1), "job.session: ")):  # type: ignore[arg-type]
-            with pytest.raises(BadRequest, match=f"^{re.escape(field)}|{re.escape(field.rstrip(': '))}"):
+        for wrong in ("chat 7", Job(b"chat 7", (1,), 1)):  # type: ignore[arg-type]
+            with pytest.raises(BadRequest, match="is no job"):
                 queue.put(wrong)  # type: ignore[arg-type]
         queue.put(job("a"))
         assert queue.start() == job("a")
