@@ -127,6 +127,8 @@ class GrantResult(enum.IntEnum):
     dropped by the caller and counted; it may try again."""
     QUOTA = 4
     """The worker has too many bytes reserved already, or this reservation as many shards as one may have."""
+    UNAVAILABLE = 5
+    """The client library's alone: the daemon is away, or did not answer in time. The save is dropped and counted."""
 
 
 class CommitResult(enum.IntEnum):

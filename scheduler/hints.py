@@ -321,12 +321,26 @@ class Publisher:
 
 
 class HintedQueue(JobQueue):
-    """A `JobQueue` whose every change reaches the daemon as a hint."""
+    """A `JobQueue` for several threads whose every change reaches the daemon as a hint, told by a thread; `with`, or
+    `close`, ends it.
+
+        with connect("/tmp/kv") as client, HintedQueue(client, "my-model") as queue:
+            queue.put(Job("chat 7", tokens=(1, 2, 3), max_new_tokens=64))
+            job = queue.start()      # None: nothing waits whose session is idle
+            ...                      # the worker answers it
+            queue.finish(job)        # or give_back(job), if its worker is gone
+    """
 
     def __init__(self, client: Client, model: str) -> None:
         super().__init__()
         self._lock = threading.Lock()
         self._publisher = Publisher(client, model, self._jobs_ahead)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def published(self) -> int:
@@ -344,33 +358,39 @@ class HintedQueue(JobQueue):
         return dict(self._publisher.counters)
 
     def put(self, job: Job) -> None:
+        """It waits, behind all that wait already. Raises BadRequest for what is no Job."""
         with self._lock:
             super().put(job)
         self._publisher.changed()
 
     def start(self) -> Job | None:
+        """The first job whose session is idle; None if there is none. It runs until `finish`."""
         with self._lock:
             job = super().start()
         self._publisher.changed()
         return job
 
     def finish(self, job: Job) -> None:
+        """The job was answered. Raises KeyError if it does not run."""
         with self._lock:
             super().finish(job)
         self._publisher.changed()
 
     def give_back(self, job: Job) -> None:
+        """The job's worker is gone: it is the next to be started again. Raises KeyError if it does not run."""
         with self._lock:
             super().finish(job)
             self._waiting.appendleft(job)
         self._publisher.changed()
 
     def withdraw(self, job: Job) -> None:
+        """Nobody wants this waiting job's answer any more. Raises KeyError if it does not wait."""
         with self._lock:
             super().withdraw(job)
         self._publisher.changed()
 
     def close(self) -> None:
+        """Nothing is told any more. Idempotent."""
         self._publisher.close()
 
     def _jobs_ahead(self) -> list[Job]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from kvstore.errors import BadRequest
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -41,6 +43,14 @@ class JobQueue:
         return tuple(self._running.values())
 
     def put(self, job: Job) -> None:
+        """It waits, behind all that wait already. Raises BadRequest for what is no Job."""
+        if not isinstance(job, Job) or not isinstance(job.session, str):
+            raise BadRequest(
+                "is no job of a session whose name is a str",
+                field="job",
+                value=repr(job)[:200],
+                remedy="put a Job(session, tokens, max_new_tokens)",
+            )
         self._waiting.append(job)
 
     def start(self) -> Job | None:

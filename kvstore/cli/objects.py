@@ -74,6 +74,8 @@ def put(client: Client, data: bytes) -> bytes:
                     buffer = batch.buffer(index)
                     buffer[: len(piece)] = piece
                     buffer[len(piece) :] = 0
+                elif result is GrantResult.UNAVAILABLE:
+                    raise Unavailable("the daemon is away, or did not answer in time")
                 elif result is not GrantResult.ALREADY:
                     raise Exhausted(
                         f"the daemon answered {result.name} for piece {start + index} of {count}",

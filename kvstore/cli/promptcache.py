@@ -115,9 +115,12 @@ def _remove(client: Client, options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     """Without a daemon."""
     refused = 0
+    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
     for path in options.files:
         try:
             schema = parse_schema(_read(path), document=Path(path).name)
+            if tokenizer is not None:
+                Layout(schema, tokenizer, document=schema.name)  # scaffolds fit in their lengths
         except BadRequest as error:
             refused += 1
             note(f"kvctl: {error}")
@@ -425,6 +428,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     put = add("put", "store schemas: each becomes the current version of its name")
     for one in (check, put):
         one.add_argument("files", nargs="+", metavar="FILE", help="PML; - for standard input")
+    check.add_argument(
+        "--tokenizer", metavar="DIR", help="also count tokens: folder of a Hugging Face tokenizer, or: bytes"
+    )
     listing = add("list", "the schemas that are stored")
     listing.add_argument("name", nargs="?", metavar="NAME")
     listing.add_argument("--all", action="store_true", help="earlier versions, too")

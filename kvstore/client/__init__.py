@@ -27,7 +27,18 @@ from kvstore.client.lease import ReadLease
 from kvstore.client.namespace import Forgotten, Namespace
 from kvstore.client.region import Region
 from kvstore.client.sync import Client, connect
-from kvstore.types import ActionKind, Hint, HintAction, SessionEntry
+from kvstore.types import (
+    ActionKind,
+    CommitResult,
+    GrantResult,
+    Hint,
+    HintAction,
+    HintResult,
+    Outcome,
+    Reason,
+    SessionEntry,
+    Wait,
+)
 
 __all__ = [
     "ActionKind",
@@ -39,18 +50,24 @@ __all__ = [
     "Backlog",
     "Client",
     "CommitOutcome",
+    "CommitResult",
     "Forgotten",
+    "GrantResult",
     "Hint",
     "HintAction",
+    "HintResult",
     "Matched",
     "Namespace",
+    "Outcome",
     "Peeked",
     "PutOutcome",
     "QueueAccepted",
     "ReadLease",
+    "Reason",
     "Region",
     "SessionEntry",
     "SessionInfo",
+    "Wait",
     "WriteBatch",
     "connect",
     "connect_async",

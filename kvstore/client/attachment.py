@@ -154,6 +154,8 @@ class Attachment:
         """Everything is being given back, and nothing new is asked for."""
         self.lease_ttl_ms = 0
         self.staging: Staging | None = None
+        self.staging_problem: StoreError | None = None
+        """Why the daemon said nothing when it was asked for staging memory last."""
         self._waiters: list[Settles] = []
         self.renewals = Renewals()
         self.batches: weakref.WeakValueDictionary[int, WriteBatch] = weakref.WeakValueDictionary()
@@ -438,11 +440,13 @@ class Attachment:
             if not self._making_staging.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 return
             if self.staging is None:
+                self.staging_problem = None
                 request = descriptor_pb2.DescriptorRequest(
                     staging=descriptor_pb2.StagingRequest(bytes=wanted_bytes)
                 )
                 self._exchange(request, answered, deadline)
         except StoreError as problem:
+            self.staging_problem = problem
             log.info("no staging memory: %s", problem)
         finally:
             try:  # noqa: SIM105 - nothing may come before it: an interruption there would leave the lock taken

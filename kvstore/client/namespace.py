@@ -204,9 +204,10 @@ class Namespace:
         """Ask to save `shards` (none: all) of each key. The parent of keys[i] is keys[i-1], that of keys[0] is
         `parent`, unless `parents` names one per key. `token_counts` has one entry per key when some are tails.
 
-        What does not fit in staging memory now is answered FULL: dropped and counted, never stalled. With
-        `staged=False` none is used: the bytes come out of a region, by `WriteBatch.fill`. `transient` says that the
-        caller keeps the bytes itself: the daemon drops them from DRAM once they are on SSD and nobody reads them.
+        A daemon that is away or late is UNAVAILABLE. What does not fit in staging memory now is answered FULL: dropped
+        and counted, never stalled. With `staged=False` none is used: the bytes come out of a region, by
+        `WriteBatch.fill`. `transient` says that the caller keeps the bytes itself: the daemon drops them from DRAM once
+        they are on SSD and nobody reads them.
         """
         asked = self.asked(keys, parent, parents, token_counts, shards, derived, maker, transient)
         return drive(self.writing(asked, staged, timeout_s))

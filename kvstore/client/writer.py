@@ -24,11 +24,19 @@ from kvstore.client.geometry import Geometry
 from kvstore.client.mapped_extents import MappedExtents
 from kvstore.client.requests import check_maker, check_parent, checked_keys
 from kvstore.client.staging import footprint
-from kvstore.errors import BadRequest, StoreError, Unavailable
+from kvstore.errors import BadRequest, DeadlineExceeded, StoreError, Unavailable
 from kvstore.types import ChunkKey, GrantResult, NamespaceId, Protection, Wait
 from kvstore.v1 import store_pb2
 
 log = logging.getLogger(__name__)
+
+DROPPED = (GrantResult.FULL, GrantResult.QUOTA, GrantResult.UNAVAILABLE)
+
+
+def _refused(error: StoreError | None) -> GrantResult:
+    """What is said of each key where no answer says it."""
+    away = isinstance(error, Unavailable | DeadlineExceeded)
+    return GrantResult.UNAVAILABLE if away else GrantResult.FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,7 @@ class Writer:
             pieces = yield from self._taking(attachment, lengths, count, deadline)
             count = pieces.count if pieces is not None else 0
         if not count:
-            return self._no_batch(keys, None)
+            return self._no_batch(keys, attachment.staging_problem if pieces is None else None)
 
         def give_back(answer: store_pb2.AttachReply) -> None:
             attachment.notice(
@@ -203,7 +211,7 @@ class Writer:
                 return PutOutcome(saved.results, saved.committed)
             answer = Unavailable("the daemon answered for other chunks than were put")
         self._connection.count("commits_failed")
-        return PutOutcome((GrantResult.FULL,) * len(asked.keys), error=answer)
+        return PutOutcome((_refused(answer),) * len(asked.keys), error=answer)
 
     def _sources(self, asked: Asked, values: Sequence[Any] | npt.NDArray[Any]) -> list[Bits]:
         """One per key, then per shard. Raises BadRequest."""
@@ -302,12 +310,12 @@ class Writer:
         )
 
     def _no_batch(self, keys: Sequence[ChunkKey], error: StoreError | None) -> WriteBatch:
-        results = (GrantResult.FULL,) * len(keys)
+        results = (_refused(error),) * len(keys)
         self._count_dropped(results)
         return WriteBatch(results, error=error)
 
     def _count_dropped(self, results: Sequence[GrantResult]) -> None:
-        dropped = results.count(GrantResult.FULL) + results.count(GrantResult.QUOTA)
+        dropped = sum(result in DROPPED for result in results)
         if dropped:
             self._connection.count("saves_dropped", dropped)
 

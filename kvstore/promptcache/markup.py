@@ -93,6 +93,7 @@ _PLAIN_NAME = re.compile(_NAME)
 _ANY_NAME = re.compile(rf"<(?:!--|!\[CDATA\[|(/?)([^\s/<>='\"]{{1,256}}){_AFTER_NAME})")
 """A tag of any name that has no blank, no quote and none of / < > =, as `.gitignore`, `c#` or `हिन्दी`."""
 _QUOTED_VALUE = re.compile(r"""[^\s<>"'=]{1,256}\s*=\s*["']""")
+_UNKNOWN_TAG = re.compile(r"""<(\w{4,12})\s{1,8}[\w.:-]{1,32}\s{0,8}=\s{0,8}["']""")
 _SPACE = re.compile(r"\s*")
 _END = re.compile(r"/?>")
 _ATTRIBUTE_NAME = re.compile(r"\w[\w.:-]{0,255}")
@@ -358,8 +359,39 @@ class Warnings:
         self.lines: list[str] = []
 
     def add(self, tag: Tag, message: str) -> None:
+        self.add_at(tag.line, tag.column, tag.source, message)
+
+    def add_at(self, line: int, column: int, source: str, message: str) -> None:
         if len(self.lines) < WARNINGS_MAX:
-            self.lines.append(f"line {tag.line}, column {tag.column}: {tag.source} {message}")
+            self.lines.append(f"line {line}, column {column}: {source} {message}")
+
+    @property
+    def full(self) -> bool:
+        return len(self.lines) >= WARNINGS_MAX
+
+
+def misspelt(text: str, names: tuple[str, ...]) -> Iterator[tuple[int, str, str]]:
+    """Offset, source and the name that is meant of what is text by rule 1, but has an attribute in quotes and a name
+    that one letter, or capitals, keep from being an element's. Comments and CDATA sections are left out."""
+    near = {part: name for name in names for part in _one_letter_less(name)}
+    for found in _UNKNOWN_TAG.finditer(text):
+        name = found[1].lower()
+        meant = next((near[part] for part in _one_letter_less(name) if part in near), "")
+        if meant and found[1] not in names and not _is_literal(text, found.start()):
+            yield found.start(), text[found.start() : found.start() + SHOWN].partition("\n")[0], meant
+
+
+def _one_letter_less(name: str) -> Iterator[str]:
+    yield name
+    for at in range(len(name)):
+        yield name[:at] + name[at + 1 :]
+
+
+def _is_literal(text: str, offset: int) -> bool:
+    return any(
+        text.rfind(begin, 0, offset) > text.rfind(end, 0, offset)
+        for begin, end in (("<!--", "-->"), ("<![CDATA[", "]]>"))
+    )
 
 
 def tag_error(document: str, tag: Tag, message: str, *, remedy: str) -> PmlError:

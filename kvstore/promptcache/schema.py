@@ -22,6 +22,7 @@ from kvstore.promptcache.markup import (
     decode,
     escape,
     is_plain_name,
+    misspelt,
     tag_error,
     tag_pattern,
 )
@@ -504,6 +505,13 @@ class _Parser:
                         f"there is no module {'/'.join(path)}",
                         "name modules by their paths from the schema down, as a/b",
                     )
+        for offset, source, meant in misspelt(self.reader.text, ELEMENTS):
+            if self.warnings.full:
+                break
+            line, column = self.reader.place(offset)
+            self.warnings.add_at(
+                line, column, source, f"is text; write <{meant} if it is one, or &lt; if it is not"
+            )
         names = frozenset(
             name for scope in self.scopes.values() for name in (*scope.modules, *scope.collections)
         )

@@ -43,6 +43,7 @@ class GrantResult(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     GRANT_RESULT_BUSY: _ClassVar[GrantResult]
     GRANT_RESULT_FULL: _ClassVar[GrantResult]
     GRANT_RESULT_QUOTA: _ClassVar[GrantResult]
+    GRANT_RESULT_UNAVAILABLE: _ClassVar[GrantResult]
 
 class CommitResult(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -82,6 +83,7 @@ GRANT_RESULT_ALREADY: GrantResult
 GRANT_RESULT_BUSY: GrantResult
 GRANT_RESULT_FULL: GrantResult
 GRANT_RESULT_QUOTA: GrantResult
+GRANT_RESULT_UNAVAILABLE: GrantResult
 COMMIT_RESULT_VISIBLE: CommitResult
 COMMIT_RESULT_WAITING_FOR_SHARDS: CommitResult
 COMMIT_RESULT_ALREADY: CommitResult

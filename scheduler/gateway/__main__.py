@@ -6,9 +6,14 @@ import argparse
 import logging
 from urllib.parse import urlsplit
 
-import uvicorn
+try:
+    import uvicorn
 
-from kvstore.scheduler.gateway.app import Settings, create_app
+    from kvstore.scheduler.gateway.app import Settings, create_app
+except ModuleNotFoundError as missing:
+    if (missing.name or "").partition(".")[0] == "kvstore":
+        raise
+    raise SystemExit(f"the gateway needs {missing.name}: pip install 'attnstore[gateway]'") from None
 
 
 def _server(text: str) -> tuple[str, str]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import ssl
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +19,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from kvstore import wire
+from kvstore import __version__, wire
 from kvstore.types import GrantResult
 from kvstore.v1 import admin_pb2, bytes_pb2, stats_pb2, store_pb2
 
@@ -298,6 +301,24 @@ def test_tls_with_tokens(start_daemon, folder, authority, spec):
         caller = Caller(address, metadata, credentials)
         with caller.channel:
             assert caller.status("Stats/GetStats") == wanted
+
+
+def test_the_program_of_the_page_asks_over_tls(start_daemon, folder, authority):
+    page = (Path(__file__).resolve().parents[2] / "docs/security.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    settings = tls_settings(folder, authority)
+    start_daemon(**settings)
+    (folder / "ca.pem").write_bytes(authority.pem)
+    address = settings["tcp_address"]
+
+    def run(token: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-P", "-c", program, address, folder / "ca.pem", folder / token]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    ended = run("operator.token")
+    assert (ended.stdout, ended.stderr) == (f"kvstored {__version__} serves 0 namespaces\n", "")
+    (folder / "stranger.token").write_text("a token that nobody knows, and long enough")
+    assert "UNAUTHENTICATED" in run("stranger.token").stderr
 
 
 def test_old_versions_of_tls_are_refused(start_daemon, folder, authority):

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -438,3 +440,16 @@ def test_a_server_without_an_address_is_refused(
         gateway_program.main()
     assert ended.value.code == 2
     assert f"argument --server: {url} is no address of a server (as http://" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["uvicorn", "fastapi", "httpx"])
+def test_without_its_extra_it_says_what_to_install(module: str) -> None:
+    program = (
+        f"import runpy, sys; sys.modules['{module}'] = None;"
+        "runpy.run_module('kvstore.scheduler.gateway', run_name='__main__', alter_sys=True)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stderr == f"the gateway needs {module}: pip install 'attnstore[gateway]'\n"

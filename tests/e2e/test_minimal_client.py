@@ -16,9 +16,9 @@ README = ROOT / "proto" / "README.md"
 
 
 def example(page: Path = README) -> str:
-    """The page's first: what comes after it in docs/schedulers.md needs Redis or Ray."""
+    """The page's first; docs/schedulers.md has more."""
     found = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert len(found) == (3 if page.name == "schedulers.md" else 1)
+    assert len(found) == (4 if page.name == "schedulers.md" else 1)
     return str(found[0])
 
 
@@ -94,17 +94,26 @@ def test_the_awaitable_client_runs_as_pasted(start_daemon, run_dir):
         assert (ended.stdout.splitlines(), ended.stderr) == (["4 chunks loaded", "ACCEPTED"], "")
 
 
-def test_the_gateway_of_schedulers_runs_as_pasted(start_daemon, run_dir):
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(0, "answering chat 7"), (1, str([f"answered chat {number}" for number in range(4)]))],
+)
+def test_threads_and_the_gateway_of_schedulers_run_as_pasted(number, said, start_daemon, run_dir):
+    """What comes after them needs Redis or Ray."""
     start_daemon()
-    ended = run(run_dir, ROOT / "docs" / "schedulers.md")
-    assert (ended.stdout, ended.stderr) == (f"{[f'answered chat {number}' for number in range(4)]}\n", "")
+    page = (ROOT / "docs" / "schedulers.md").read_text()
+    text = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[number]
+    command = [sys.executable, "-P", "-c", text.replace('"/tmp/kv"', repr(str(run_dir))), str(run_dir)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/", check=False)
+    assert (ended.stdout, ended.stderr) == (f"{said}\n", "")
 
 
 @pytest.mark.parametrize("first", ["README.md", "docs/asyncio.md"])
 def test_the_pages_follow_each_other_on_one_daemon(first, start_daemon, run_dir):
     """They have namespaces of one model name, each another, and a hint reaches its own."""
     start_daemon(dram_bytes="64M")
-    readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[2]
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (readme,) = (block for block in blocks if "publish_queue" in block)
     pages = {
         "README.md": (readme.replace('"/tmp/kv"', repr(str(run_dir))), ["['ACCEPTED', 'ACCEPTED']"]),
         "docs/asyncio.md": (example(ROOT / "docs" / "asyncio.md"), ["4 chunks loaded", "ACCEPTED"]),

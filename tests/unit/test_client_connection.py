@@ -670,7 +670,7 @@ def test_a_late_lease_is_released_when_it_comes(daemon: FakeDaemon, client: Clie
 
 def test_a_late_grant_is_aborted_when_it_comes(daemon: FakeDaemon, client: Client, space: Namespace) -> None:
     daemon.script["reserve"] = lambda _: None
-    assert space.write(KEYS[:2], timeout_s=0.01).results == (GrantResult.FULL,) * 2
+    assert space.write(KEYS[:2], timeout_s=0.01).results == (GrantResult.UNAVAILABLE,) * 2
     staging = attached(client).staging
     assert staging is not None
     assert staging.space.free_bytes == 16 * SHARD, "nothing was committed, so nothing is read"
@@ -1061,7 +1061,7 @@ def test_a_descriptor_socket_that_stands_still(daemon: FakeDaemon, client: Clien
     daemon.script["reserve"] = lambda body: granted(6, len(body.keys))
     daemon.hold_packets.set()
     assert space.read(KEYS[:1], timeout_s=0.05).reasons == (Reason.UNAVAILABLE,)
-    assert space.write(KEYS[:1], timeout_s=0.05).results == (GrantResult.FULL,)
+    assert space.write(KEYS[:1], timeout_s=0.05).results == (GrantResult.UNAVAILABLE,)
     daemon.hold_packets.clear()
     eventually(lambda: attached(client).mappings.get(1) is not None)  # the late packets are of use yet
     eventually(lambda: attached(client).staging is not None)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore.client import Hint, QueueAccepted
-from kvstore.errors import NotFound, StoreError, Unavailable
+from kvstore.errors import BadRequest, NotFound, StoreError, Unavailable
 from kvstore.scheduler.hints import AsyncHintedQueue, HintedQueue
 from kvstore.scheduler.job_queue import Job
 from kvstore.types import HintResult
@@ -136,6 +136,19 @@ def test_jobs_are_told_in_order_the_running_ones_first(made: list[HintedQueue]) 
     assert again == job("b")
     queue.give_back(again)
     assert queue.waiting == (job("b"), job("c"), job("d"))
+
+
+def test_what_is_no_job_is_refused_and_hides_none_behind_it(made: list[HintedQueue]) -> None:
+    client = ScriptedClient()
+    with HintedQueue(client, "m") as queue:  # type: ignore[arg-type]  # all of a client that it uses
+        for wrong in ("chat 7", Job(b"chat 7", (1,), 1)):  # type: ignore[arg-type]
+            with pytest.raises(BadRequest, match="is no job"):
+                queue.put(wrong)  # type: ignore[arg-type]
+        queue.put(job("a"))
+        assert queue.start() == job("a")
+        client.wait(lambda: client.heard[-1:] == [["a"]])
+        thread = queue._publisher._thread
+    assert not thread.is_alive(), "left by `with`"
 
 
 def test_what_was_not_heard_is_said_again(made: list[HintedQueue]) -> None:

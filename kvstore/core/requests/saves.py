@@ -58,7 +58,11 @@ COPY_DEADLINE_MS = 10_000
 ENDED_REMEMBERED_MAX = 4096
 ENDED_KEYS_MAX = 65_536
 """Of how many reservations, and of how many keys in them, it is remembered how they ended."""
-_COUNTED = tuple((result, f"grants_{result.name.lower()}") for result in GrantResult)
+_COUNTED = tuple(
+    (result, f"grants_{result.name.lower()}")
+    for result in GrantResult
+    if result is not GrantResult.UNAVAILABLE
+)
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,3 +76,17 @@ def test_each_sample_is_told_once(
     assert told.err.count(line) == 1
     assert "Prompts are served with nothing computed in place." in told.out
     assert set(Worker.keys) == {"Bearer secret"}
+
+
+def test_check_with_a_tokenizer_refuses_a_scaffold_that_is_too_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.xml"
+    file.write_text(
+        '<schema name="a"><module name="m"><param name="p" length="3" scaffold="longer"/></module></schema>'
+    )
+    for status, more in ((0, []), (1, ["--tokenizer", "bytes"])):
+        with pytest.raises(SystemExit) as ended:
+            kvctl.main(["promptcache", "check", *more, str(file)])
+        assert (ended.value.code or 0) == status
+    assert "the scaffold of parameter p has 6 tokens, more than its length of 3" in capsys.readouterr().err

@@ -51,9 +51,7 @@ def test_a_length_keeps_positions_free_and_nothing_moves() -> None:
     assert placed(layout, "<docs><document>a b</document></docs><m/>", close_gaps=True).positions == [
         *(0, 1, 2, 3, 4)
     ]
-    with pytest.raises(
-        PmlError, match=r"prompt:1:18=.*documents of docs have 5 tokens, more than its length"
-    ):
+    with pytest.raises(PmlError, match=r"prompt:1:18.*documents of docs have 5 tokens, more than its length"):
         placed(layout, "<docs><document>a b c</document><document>d e</document></docs>")
 
 

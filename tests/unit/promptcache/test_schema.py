@@ -162,3 +162,29 @@ def test_what_was_mended_is_told() -> None:
         "line 5, column 1: </union> ends nothing that was begun, and is ignored",
         "line 6, column 1: <module name=b odd=1> has an attribute odd, which means nothing here",
     )
+
+
+@pytest.mark.parametrize(
+    ("tag", "meant"),
+    [
+        ('<modul name="tone">', "module"),
+        ('<Module name="tone">', "module"),
+        ("<moduel name='tone'>", "module"),
+        ('<parametre name="x" length="3"/>', "parameter"),
+        ('<paramter name="x" length="3"/>', "parameter"),
+        ('<model name="x">', ""),
+        ("<modules>", ""),
+        ('&lt;modul name="tone">', ""),
+        ('<!-- <modul name="tone"> -->', ""),
+        ('<![CDATA[<modul name="tone">]]>', ""),
+    ],
+)
+def test_a_misspelt_tag_is_text_with_a_warning(tag: str, meant: str) -> None:
+    schema = parse_schema(f'<schema name="a">\n<module name="b">x</module>{tag}</schema>')
+    if meant:
+        (warning,) = schema.warnings
+        assert f": {tag}</schema> is text; write <{meant} if" in warning and warning.startswith(
+            "line 2, column 28"
+        )
+    else:
+        assert not schema.warnings
