@@ -642,7 +642,7 @@ def test_a_daemon_that_stands_still_is_data(daemon: Any, client: Client, space: 
         assert late_read.reasons == (Reason.UNAVAILABLE,) * 4
         assert late_read.hits == 0
         late_write = space.write(keys[6:], timeout_s=0.05)
-        assert late_write.results == (GrantResult.FULL,) * 2
+        assert late_write.results == (GrantResult.UNAVAILABLE,) * 2
         assert isinstance(late_write.error, errors.DeadlineExceeded)
         assert not late_write.commit().ok
         assert space.match(keys[6:], timeout_s=0.05).usable == 0
@@ -788,7 +788,7 @@ def test_a_killed_daemon_under_an_open_lease(
     assert not whole(lease, 0)
     assert not batch.commit().ok
     assert space.read(keys).reasons == (Reason.UNAVAILABLE,) * 4
-    assert space.write(keys).results == (GrantResult.FULL,) * 4
+    assert space.write(keys).results == (GrantResult.UNAVAILABLE,) * 4
     assert space.get_session("s", timeout_s=0.01) is None
 
     start_daemon()
@@ -954,7 +954,7 @@ if child == 0:
         assert not client.connected
         assert space.match(keys).reasons == (Reason.UNAVAILABLE,) * 4
         assert space.read(keys).hits == 0
-        assert space.write(keys).results == (GrantResult.FULL,) * 4
+        assert space.write(keys).results == (GrantResult.UNAVAILABLE,) * 4
         assert not lease.copy_to(0, bytearray(1 << 18))
         assert lease.unsafe_view(0) is None
         assert not batch.commit().ok

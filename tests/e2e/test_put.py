@@ -165,7 +165,7 @@ def test_an_error_is_data(space: Namespace, client: Client, daemon: Any) -> None
     daemon.kill()
     eventually(lambda: not client.connected)
     put = space.put(keys, values(keys))
-    assert not put.ok and put.results == (GrantResult.FULL,)
+    assert not put.ok and put.results == (GrantResult.UNAVAILABLE,)
 
 
 def test_staging_memory_comes_back(client: Client, space: Namespace, protection: str) -> None:

@@ -39,11 +39,13 @@ def main() -> None:
     from vllm import LLM
 
     llm = LLM(
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        disable_log_stats=False,
-        seed=0,
-        **options,
+        **{
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "disable_log_stats": False,
+            "seed": 0,
+            **options,
+        }
     )
 
     def say(message: dict[str, Any]) -> None:

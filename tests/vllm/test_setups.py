@@ -130,10 +130,11 @@ def test_beside_another_connector(
 
 
 @pytest.mark.parametrize("way", ["connector", "tier"])
-def test_embeddings(daemon: Daemon, launch_engine: Launch, way: str) -> None:
+def test_embeddings(daemon: Daemon, launch_engine: Launch, words: Path, way: str) -> None:
     """A model that answers with a vector: of the prompt's last token, behind blocks that were restored."""
     settings: dict[str, Any] = {**PATIENT, "salt": f"embeddings {way}"}
     options = {"runner": "pooling", "max_num_batched_tokens": 96, "enable_prefix_caching": True}
+    options |= {"model": str(words), "skip_tokenizer_init": False}  # vLLM asks for a tokenizer for scores
     if way == "tier":
         config = tiering(daemon.run_dir, **settings)
         engine = launch_engine("embeddings-tier", None, kv_transfer_config=config, **options)
