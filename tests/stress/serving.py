@@ -216,8 +216,11 @@ class Worker(Running):
         """The answer, decoded; OSError while there is no worker."""
         with contextlib.closing(self.connection()) as connection:
             connection.request(method, path, None if body is None else json.dumps(body))
-            response = connection.getresponse()
-            said = response.read()
+            try:
+                response = connection.getresponse()
+                said = response.read()
+            except TimeoutError:
+                raise TimeoutError(f"no answer of worker {self.number} to {path} in {ANSWER_S:.0f} s") from None
         if response.status != 200:
             raise Wrong(f"worker {self.number} answers {path} with {response.status}: {said[:500]!r}")
         return said.decode() if path == "/metrics" else json.loads(said)
