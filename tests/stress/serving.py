@@ -220,7 +220,9 @@ class Worker(Running):
                 response = connection.getresponse()
                 said = response.read()
             except TimeoutError:
-                raise TimeoutError(f"no answer of worker {self.number} to {path} in {ANSWER_S:.0f} s") from None
+                raise TimeoutError(
+                    f"no answer of worker {self.number} to {path} in {ANSWER_S:.0f} s"
+                ) from None
         if response.status != 200:
             raise Wrong(f"worker {self.number} answers {path} with {response.status}: {said[:500]!r}")
         return said.decode() if path == "/metrics" else json.loads(said)
