@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from kvstore.core import events as ev
 from kvstore.sim.remote_world import RemoteWorld
 from kvstore.sim.world import PAGE, chain, spec
@@ -99,8 +101,16 @@ def test_what_is_due_later_comes_just_in_time() -> None:
     assert hits(world, worker, namespace, KEYS) == 4
 
 
-def test_who_asks_goes_first() -> None:
-    world, worker, namespace = start(remote_bytes_in_flight_max=4 * PAGE)
+@pytest.mark.parametrize(
+    "four_chunks",
+    [
+        {"remote_bytes_in_flight_max": 4 * PAGE},
+        {"remote_bytes_in_flight_max": 64 * PAGE, "remote_first_bytes": 4 * PAGE, "remote_least_bytes": PAGE},
+    ],
+    ids=["of all sources", "of one"],
+)
+def test_who_asks_goes_first(four_chunks: dict[str, int]) -> None:
+    world, worker, namespace = start(**four_chunks)
     later, now = chain("later", 4), chain("now", 2)
     for keys in (later, now):
         world.put_elsewhere(namespace, keys)
