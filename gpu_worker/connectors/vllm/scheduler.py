@@ -612,6 +612,11 @@ class SchedulerSide:
             tracked.saved = kept
         if not self._may_save or self._spec is None or tracked.stale or not _usable(request):
             return
+        if self._settings.layerwise and metadata.loads and len(self._ranks) > 1:
+            # Where a load fails on one rank in this step, all compute on what was not there, and the others do not
+            # know: they would save it, once and for good. After the step vLLM knows; what is right then comes with the
+            # next one.
+            return
         full = min(len(request.block_hashes), (computed + count) // self._block_tokens, len(tracked.blocks))
         if full <= tracked.saved or not self._doubtful.isdisjoint(tracked.blocks[:full]):
             return
