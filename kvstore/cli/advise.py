@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 FACTORS = (0.5, 1.0, 1.5, 2.0, 4.0)
 """Of the present DRAM."""
 POLL_S = 0.2
-SHOW_S = 10.0
 SECONDS = 60
 BLOCK_BYTES = 1 << 16
 """Read at once: between two blocks it is seen that time is over."""

@@ -37,9 +37,6 @@ _FIXED = struct.Struct("<BHQI")
 """Version of the format, bytes of the node's name, version of the session, entries."""
 _ENTRY = struct.Struct("<IB")
 FORMAT = 1
-PENDING_MAX = 64
-"""Effects that wait; the core has fewer under way."""
-
 NAMES_PER_SCAN = 1_000
 Effect = ev.ShareSessions | ev.LookUpSessions | ev.ForgetSessions
 Answer = ev.SessionsShared | ev.SessionsLookedUp | ev.PurgedBeyond
@@ -88,6 +85,7 @@ class FleetSessions:
         self._unforgotten: dict[bytes, list[OpId]] = {}
         """Tenants (`keys.tenant_mark`) whose sessions are still to be removed."""
         self._effects: queue.Queue[Effect | None] = queue.Queue()
+        """The core has at most `OPS_MAX` of each kind under way."""
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="kvstored-sessions", daemon=True)
 

@@ -61,27 +61,6 @@ KIND_CHARACTERS = 60
 
 
 @dataclass(slots=True)
-class RemoteStats:
-    """Since the start."""
-
-    bytes_read: int = 0
-    bytes_written: int = 0
-    lookups: int = 0
-    chunks_read: int = 0
-    chunks_written: int = 0
-    chunks_refused: int = 0
-    errors: int = 0
-    full: int = 0
-    abandoned: int = 0
-    """Calls that the watch has ended."""
-    """Now: what the store does not know yet."""
-    fetch_seconds: float = 0.0
-    lookup_seconds: float = 0.0
-    why: str = ""
-    """Of the last error."""
-
-
-@dataclass(slots=True)
 class _Call:
     thread: int
     deadline: float
@@ -120,13 +99,14 @@ class RemoteTier:
         self._deadline_s = deadline_s
         self._read_bucket = Bucket(bytes_per_s)
         self._write_bucket = Bucket(bytes_per_s)
-        self._stats = RemoteStats()
         self._poll_s = poll_s
-        self._counting = threading.Lock()
+        self._told_lock = threading.Lock()
         self._telling = threading.Lock()
         self._closing = threading.Event()
         self._calls: dict[int, _Call] = {}
         self._full_until = 0.0
+        self._told = ""
+        """What the store said when it failed last."""
         self._told_at = 0.0
         self._lanes = {
             "look": self._lane("look", LOOK_THREADS),
@@ -142,7 +122,8 @@ class RemoteTier:
             thread.start()
 
     def __repr__(self) -> str:
-        return f"RemoteTier({self._backend}, {self._stats.chunks_read} read, {self._stats.chunks_written} written)"
+        waiting = sum(lane.tasks.qsize() for lane in self._lanes.values())
+        return f"RemoteTier({self._backend}, {waiting} waiting)"
 
     def _lane(self, name: str, count: int) -> _Lane:
         lane = _Lane(name)
@@ -182,10 +163,6 @@ class RemoteTier:
         """The loop takes events now: what was read before a crash may not have left the index, and is heeded again."""
         self._post_news(time.monotonic())
 
-    def stats(self) -> RemoteStats:
-        with self._counting:
-            return self._stats
-
     def close(self, timeout_s: float) -> None:
         """What was submitted has so long to end; a thread that is late is left behind."""
         self._closing.set()
@@ -224,8 +201,6 @@ class RemoteTier:
             for thread, call in list(self._calls.items()):
                 if not call.abandoned and now > call.deadline:
                     call.abandoned = True
-                    with self._counting:
-                        self._stats.abandoned += 1
                     drop = getattr(self._backend, "drop_connections", None)
                     if drop is not None:
                         drop(thread)
@@ -251,13 +226,11 @@ class RemoteTier:
     def _problem(self, problem: StoreProblem) -> str:
         why = str(problem) or type(problem).__name__
         now = time.monotonic()
-        with self._counting:
-            self._stats.errors += 1
-            self._stats.full += isinstance(problem, StoreFull)
+        with self._told_lock:
             # Stores put numbers of requests and times into what they say: the beginning tells kinds of trouble apart.
-            new = why[:KIND_CHARACTERS] != self._stats.why[:KIND_CHARACTERS]
+            new = why[:KIND_CHARACTERS] != self._told[:KIND_CHARACTERS]
             new = new or now - self._told_at > TOLD_AGAIN_S
-            self._stats.why = why
+            self._told = why
             quiet = now - self._told_at < 1.0
             if new and not quiet:
                 self._told_at = now
@@ -268,22 +241,16 @@ class RemoteTier:
         return why
 
     def _look_up(self, effect: LookUpChunks, deadline: float) -> None:
-        began = time.monotonic()
         try:
             found = tuple(self._calling(deadline, lambda: self._backend.look_up(effect, deadline)))
         except StoreProblem as problem:
             self._tell(ChunksLookedUp(effect.op, failed=self._problem(problem)))
             return
-        with self._counting:
-            self._stats.lookups += 1
-            self._stats.lookup_seconds += time.monotonic() - began
         self._tell(ChunksLookedUp(effect.op, found))
 
     def _fetch(self, effect: FetchChunks, deadline: float) -> None:
-        began = time.monotonic()
-        size = sum(effect.targets.length)
         try:
-            if not self._read_bucket.take(size, deadline):
+            if not self._read_bucket.take(sum(effect.targets.length), deadline):
                 raise StoreProblem("the cap on bandwidth leaves no room before the deadline")
             chunks, count = self._calling(
                 deadline, lambda: self._backend.fetch(effect, self._memory, deadline)
@@ -291,32 +258,22 @@ class RemoteTier:
         except StoreProblem as problem:
             why = self._problem(problem)
             chunks, count = (FetchedChunk(DiskResult.IO_ERROR, why=why),) * len(effect.keys), 0
-        came = sum(chunk.result is DiskResult.OK for chunk in chunks)
-        with self._counting:
-            self._stats.chunks_read += came
-            self._stats.bytes_read += size * came // len(chunks)
-            self._stats.chunks_refused += sum(chunk.result is DiskResult.CORRUPT for chunk in chunks)
-            self._stats.fetch_seconds += time.monotonic() - began
         self._tell(ChunksFetched(effect.op, tuple(chunks), count))
 
     def _store(self, effect: StoreChunks, deadline: float) -> None:
-        size = sum(effect.sources.length)
         failed = ""
         wheres: tuple[object, ...] = ()
         result = DiskResult.OK
         try:
             if time.monotonic() < self._full_until:
                 raise StoreFull("the store is full")
-            if not self._write_bucket.take(size, deadline):
+            if not self._write_bucket.take(sum(effect.sources.length), deadline):
                 raise StoreProblem("the cap on bandwidth leaves no room before the deadline")
             wheres = tuple(
                 self._calling(
                     deadline, lambda: self._backend.store(effect, self._memory, effect.generation, deadline)
                 )
             )
-            with self._counting:
-                self._stats.chunks_written += len(effect.keys)
-                self._stats.bytes_written += size
         except StoreFull as problem:
             if time.monotonic() >= self._full_until:
                 self._problem(problem)
