@@ -56,14 +56,15 @@ def test_every_section_runs(program: ModuleType, monkeypatch: pytest.MonkeyPatch
 def test_a_wrong_kernel_is_found_and_the_rest_is_done(
     program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    right = program.decode_attention
+    correct = importlib.import_module("gpu.correct")
+    right = correct.decode_attention
 
     def wrong(
         q: torch.Tensor, keys: torch.Tensor, *others: object, out: torch.Tensor, **more: object
     ) -> torch.Tensor:
         return right(q, keys, *others, out=out, **more).mul_(1.05)
 
-    monkeypatch.setattr(program, "decode_attention", wrong)
+    monkeypatch.setattr(correct, "decode_attention", wrong)
     code, rows = run(program, monkeypatch, tmp_path / "result.json", "--only-correct")
     assert code == 1 and {row["section"] for row in rows} == set(program.ONLY_CORRECT)
     for row in rows:
