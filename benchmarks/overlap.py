@@ -99,13 +99,15 @@ def loading(
     pairs: int,
     buffers: tuple[int | None, ...],
     link_share: float = 0.0,
+    make_device: Callable[[], Any] = LinkedDevice,
+    **options: Any,
 ) -> list[dict[str, Any]]:
-    """A row for each of `buffers`: layers, None: ours."""
+    """A row for each of `buffers`: layers, None: ours. `options`: of the engines that load."""
     text = Text(history + new)
     past = text(history)
     chunks = (history + new) // 64 + 4
     keeping = BatchEngine(model, pool_chunks=chunks + (pairs + 3) * (new // 64 + 2), prefill_tokens=1024)
-    devices = {buffer: LinkedDevice() for buffer in buffers}
+    devices = {buffer: make_device() for buffer in buffers}
     engines = {
         buffer: BatchEngine(
             model,
@@ -115,6 +117,7 @@ def loading(
             prefill_tokens=1024,
             read_buffer=buffer,
             device=devices[buffer],
+            **options,
         )
         for buffer in buffers
     }
@@ -148,7 +151,7 @@ def loading(
                 if number >= 0:
                     ratios[buffer].append(turn.ttft_s / kept.ttft_s)
                     spent[buffer].append(turn.ttft_s)
-                    alone.append(loads[buffer][-1] / kept.ttft_s)
+                    alone.append(loads[buffer][-1].seconds / kept.ttft_s)
     finally:
         for engine in (*engines.values(), keeping):
             engine.close()
@@ -166,33 +169,35 @@ def loading(
             "over_kept": statistics.median(ratios[buffer]),
             "spread": spread(ratios[buffer]),
             "alone": statistics.median(alone),
+            "load_gb_per_s": statistics.median(load.bytes / load.seconds / 1e9 for load in loads[buffer]),
         }
         for buffer in buffers
     ]
 
 
-def watch_loads(engine: BatchEngine) -> list[float]:
-    """Gets the seconds of each load."""
-    seconds: list[float] = []
+def watch_loads(engine: BatchEngine) -> list[Any]:
+    """Gets each load that has ended."""
+    loads: list[Any] = []
     scheduler = engine._scheduler
     restored = scheduler._restored
 
     def note(request: Any) -> bool:
         load = request.load
         whole = restored(request)
-        seconds.append(load.seconds)
+        loads.append(load)
         return whole
 
     scheduler._restored = note  # type: ignore[method-assign]
-    return seconds
+    return loads
 
 
 def saving(
-    name: str, model: LlamaForCausalLM, run_dir: str, prompt_tokens: int, *, rounds: int
+    name: str, model: LlamaForCausalLM, run_dir: str, prompt_tokens: int, *, rounds: int, **more: Any
 ) -> dict[str, Any]:
+    """`more`: of the engines."""
     text = Text(7 * prompt_tokens)
     chunks = (prompt_tokens + DECODED) // 64 + 4
-    options: dict[str, Any] = {"pool_chunks": chunks, "retain": False, "prefill_tokens": 512}
+    options: dict[str, Any] = {"pool_chunks": chunks, "retain": False, "prefill_tokens": 512} | more
     plain = BatchEngine(model, **options)
     behind, in_line = (
         BatchEngine(model, lambda: connect(run_dir, timeout_s=BOUND_S), **options) for _ in range(2)

@@ -15,6 +15,15 @@ from kvstore.kernels.decode import decode_attention
 from kvstore.kernels.prefill import prefill_attention
 
 PEERS_TOLERANCE = 2e-2
+TABLE_3 = {
+    **{(1024, 0): 332.50, (1024, 512): 198.87, (1024, 768): 131.21, (1024, 1024): 56.00},
+    **{(2048, 0): 655.44, (2048, 1024): 384.37, (2048, 1536): 247.14, (2048, 2048): 110.48},
+    **{(4096, 0): 1301.78, (4096, 2048): 747.56, (4096, 3072): 477.66, (4096, 4096): 206.22},
+}
+"""(tokens of a sequence, of them shared) -> microseconds of ChunkAttention's kernel on an A100, as its paper says."""
+FIGURE_3 = {512: 145_000, 2048: 70_000}
+FIGURE_4 = {16: 155_000, 96: 224_000}
+"""Tokens a second with 2,048 tokens shared, by tokens of a sequence's own and by batch."""
 
 
 class Plans(Section):
@@ -94,7 +103,7 @@ class Beside(Section):
 
 
 class Decode(Beside):
-    """ChunkAttention's Table 3."""
+    """ChunkAttention's Table 3 and Figures 3 and 4."""
 
     def steps(self) -> Steps:
         for tokens, shared in self.on.points:
@@ -103,29 +112,17 @@ class Decode(Beside):
                     f"{tokens} tokens, {shared} shared, {self.on.heads}/{kv_heads} heads",
                     (lambda tokens=tokens, shared=shared, kv=kv_heads: self.point(tokens, shared, kv)),
                 )
+        yield "figure 3: tokens a second while sequences diverge", self.diverging
+        yield "figure 4: tokens a second of several batches", self.batches
 
     def point(self, tokens: int, shared: int, kv_heads: int) -> Row:
         on = self.on
-        sequences, chunks = self.sharing(on.batch, tokens, shared)
-        pool = self.randn(0, chunks, 2, kv_heads, on.chunk, on.head_dim).to(torch.float16)
+        q, pool, sequences, out, row = self.timed(on.batch, tokens, shared, kv_heads)
         keys, values = pool.unbind(1)
-        q = self.randn(1, on.batch, on.heads, on.head_dim).to(torch.float16)
-        moved = pool.nbytes + 2 * q.nbytes
-        row: Row = {"bytes": moved}
-        out = torch.empty_like(q)
-        for rows, split in on.variants:
-            tile = max(1, rows * kv_heads // on.heads)
-            plan = self.forest(
-                sequences, on.batch, chunks, on.chunk, tile, split_tokens=split, timed=True
-            ).plan()
-            call = self.captured(lambda plan=plan: decode_attention(q, keys, values, plan, out=out))
-            row[f"us_rows_{rows}_split_{split}"] = round(1e6 * self.seconds(call, 2 * on.repeats), 1)
-        best = min(value for name, value in row.items() if name.startswith("us_rows"))
-        row |= {"us": best, "tb_per_s": round(moved / best / 1e6, 3)}
-        for name in ("read", "copy"):
-            if name in self.speeds:
-                row[f"of_{name}"] = round(moved / best * 1e6 / self.speeds[name], 3)
-
+        row |= {"tokens": tokens, "shared": shared, "kv_heads": kv_heads}
+        if (paper := TABLE_3.get((tokens, shared))) and kv_heads == on.heads:
+            row["paper_us_on_a100"] = paper
+        best = row["us"]
         index = torch.tensor([own for own, _ in sequences.values()], device=on.device)
         k, v = (of[index].transpose(1, 2).flatten(2, 3) for of in (keys, values))
 
@@ -139,6 +136,53 @@ class Decode(Beside):
         first = shared // on.chunk
         row |= self.flashinfer_decode(q, pool, first, tokens // on.chunk - first, out)
         return row | {"speedup_over_best_other": self.over_others(row, best)}
+
+    def timed(
+        self, batch: int, tokens: int, shared: int, kv_heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor, Sequences, torch.Tensor, Row]:
+        """(queries, pool, sequences, result, figures): every shape of tile and item, the best of them."""
+        on = self.on
+        sequences, chunks = self.sharing(batch, tokens, shared)
+        pool = self.randn(0, chunks, 2, kv_heads, on.chunk, on.head_dim).to(torch.float16)
+        keys, values = pool.unbind(1)
+        q = self.randn(1, batch, on.heads, on.head_dim).to(torch.float16)
+        moved = pool.nbytes + 2 * q.nbytes
+        row: Row = {"bytes": moved}
+        out = torch.empty_like(q)
+        for rows, split in on.variants:
+            tile = max(1, rows * kv_heads // on.heads)
+            plan = self.forest(
+                sequences, batch, chunks, on.chunk, tile, split_tokens=split, timed=True
+            ).plan()
+            call = self.captured(lambda plan=plan: decode_attention(q, keys, values, plan, out=out))
+            row[f"us_rows_{rows}_split_{split}"] = round(1e6 * self.seconds(call, 2 * on.repeats), 1)
+        best = min(value for name, value in row.items() if name.startswith("us_rows"))
+        row |= {"us": best, "tb_per_s": round(moved / best / 1e6, 3)}
+        for name in ("read", "copy"):
+            if name in self.speeds:
+                row[f"of_{name}"] = round(moved / best * 1e6 / self.speeds[name], 3)
+        return q, pool, sequences, out, row
+
+    def diverging(self) -> Row:
+        """Of the kernel alone, on average while sequences have generated up to so many tokens of their own."""
+        on, (shared, owns) = self.on, ((2048, (64, 512, 1024, 2048)) if self.on.real else (32, (16, 32)))
+        row: Row = {"batch": on.batch, "shared": shared, "paper_per_s_on_a100": FIGURE_3}
+        seconds, before, last = 0.0, 0, 0.0
+        for own in owns:
+            step_s = self.timed(on.batch, shared + own, shared, on.heads)[-1]["us"] / 1e6
+            seconds += (own - before) * (step_s + (last or step_s)) / 2
+            before, last = own, step_s
+            row |= {f"us_{own}": round(1e6 * step_s, 1), f"per_s_{own}": round(on.batch * own / seconds)}
+        return row
+
+    def batches(self) -> Row:
+        """Of the kernel alone, with one chunk of each sequence's own."""
+        on, (shared, batches) = self.on, ((2048, (1, 8, 16, 32, 64, 96)) if self.on.real else (32, (1, 3)))
+        row: Row = {"shared": shared, "paper_per_s_on_a100": FIGURE_4}
+        for batch in batches:
+            us = self.timed(batch, shared + on.chunk, shared, on.heads)[-1]["us"]
+            row |= {f"us_batch_{batch}": us, f"per_s_batch_{batch}": round(1e6 * batch / us)}
+        return row
 
     def flashinfer_decode(
         self, q: torch.Tensor, pool: torch.Tensor, shared: int, own: int, ours: torch.Tensor

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvstore.gpu_worker.device import CpuDevice
 from kvstore.kernels.forest import Forest
 from kvstore.kernels.prefill import PrefillPlan
 
@@ -31,7 +32,7 @@ class Setting:
     chunk: int = 64
     points: tuple[tuple[int, int], ...] = (
         *((4096, shared) for shared in (4096, 3072, 2048, 1024, 0)),
-        *((tokens, shared) for tokens in (2048, 1024) for shared in (tokens, tokens // 2, 0)),
+        *((tokens, tokens * part // 4) for tokens in (2048, 1024) for part in (4, 3, 2, 0)),
     )
     """(tokens of a sequence, how many of them are shared)."""
     variants: tuple[tuple[int, int], ...] = ((16, 512), (32, 256), (32, 512), (32, 1024), (64, 512))
@@ -151,6 +152,10 @@ class Section:
         from kvstore.gpu_worker.cuda import CudaDevice
 
         return CudaDevice(torch.device("cuda", 0))
+
+    def make_device(self) -> Any:
+        """Which a worker would copy KV by."""
+        return self.cuda() if self.on.real else CpuDevice()
 
     def synchronize(self) -> None:
         if self.on.real:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from gpu.section import Row, Section, Steps
+from kvstore.gpu_worker.loader import Loader, Piece
 
 
 class Store(Section):
@@ -17,6 +21,7 @@ class Store(Section):
     def steps(self) -> Steps:
         yield "registration", self.registration
         yield "copies between host and device", self.link
+        yield "loads", self.loads
         yield "self-check", self.self_check
 
     def registration(self) -> Row:
@@ -38,20 +43,15 @@ class Store(Section):
 
     def link(self) -> Row:
         """GB/s of slices as a load copies them, by how they are asked for and where they lie."""
-        import numpy as np
-
-        from kvstore.gpu_worker.device import CpuDevice
-
         count, size = (512, 256 << 10) if self.on.real else (4, 1 << 10)
-        device: Any = self.cuda() if self.on.real else CpuDevice()
+        device = self.make_device()
         mapped = shared_memory(count * size)
-        if self.on.real:
-            device.register(mapped)
+        device.register(mapped)
         card = torch.empty(count, size, dtype=torch.uint8, device=self.on.device)
         places = {
             "registered": mapped,
             "pinned": device.buffer(count * size),
-            "ordinary": np.ones(count * size, np.uint8),
+            "pageable": np.ones(count * size, np.uint8),
         }
         stream = device.stream("gpu-check")
         row: Row = {"slices": count, "slice_bytes": size}
@@ -76,24 +76,99 @@ class Store(Section):
                         took.append(time.perf_counter() - began)
                     row[f"{name}_{way}_gb_per_s"] = round(count * size / min(took) / 1e9, 2)
         finally:
-            if self.on.real:
-                device.unregister(mapped.ctypes.data)
+            device.unregister(mapped.ctypes.data)
             device.close()
-        best = row["registered_in_as_a_whole_gb_per_s"]
-        return row | {"of_link": round(row["registered_in_gb_per_s"] / best, 3) if best else 0.0}
+        best = max(row[f"{name}_in_as_a_whole_gb_per_s"] for name in ("registered", "pinned"))
+        for name in places:
+            row[f"{name}_of_link"] = round(row[f"{name}_in_gb_per_s"] / best, 3) if best else 0.0
+        return row
+
+    def loads(self) -> Row:
+        """GB/s of the worker's loader, out of registered memory, through the bounce ring, and with keys that are
+        rotated on the way; what it wrote is what lay there."""
+        from kvstore.gpu_worker.hbm_pool import HbmPool
+        from kvstore.gpu_worker.layout import Geometry
+        from kvstore.gpu_worker.positions import Positions
+        from kvstore.gpu_worker.self_check import link_bytes_per_s
+
+        model, chunks = self.narrow_model(), 64 if self.on.real else 4
+        geometry, positions = Geometry.of(model, self.on.chunk), Positions.of(model)
+        device = self.make_device()
+        link = link_bytes_per_s(device, torch.device(self.on.device))
+        stored = shared_memory(chunks * geometry.shard_bytes)
+        stored[:] = np.random.default_rng(0).integers(0, 256, len(stored), np.uint8)
+        device.register(stored)
+        row: Row = {"bytes": stored.nbytes, "layers": geometry.layers, "link_gb_per_s": round(link / 1e9, 2)}
+        try:
+            for way, bounce, delta in (
+                ("registered", False, 0),
+                ("bounce", True, 0),
+                ("rotated", False, 1000),
+            ):
+                pool = HbmPool(geometry, chunks, device=self.on.device)
+                loader = Loader(geometry, positions, device=device, bounce=bounce)
+                pieces = [
+                    Piece(n, n * geometry.chunk_tokens, geometry.chunk_tokens, delta) for n in range(chunks)
+                ]
+                seconds = min(self.load_s(device, loader, pool, stored, pieces, bounce) for _ in range(4))
+                loader.close()
+                self.check_loaded(way, pool, stored, moved=bool(delta))
+                row[f"{way}_gb_per_s"] = round(stored.nbytes / seconds / 1e9, 2)
+                if link:
+                    row[f"{way}_of_link"] = round(stored.nbytes / seconds / link, 3)
+        finally:
+            device.unregister(stored.ctypes.data)
+            device.close()
+        return row
+
+    def narrow_model(self) -> Any:
+        """With the KV of a 7B Llama, and next to no weights."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        size = (8, 32, 128) if self.on.real else (2, 4, 16)
+        layers, heads, head_dim = size
+        config = LlamaConfig(
+            vocab_size=64,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            head_dim=head_dim,
+        )
+        return LlamaForCausalLM(config).to(torch.bfloat16)
+
+    def load_s(
+        self, device: Any, loader: Loader, pool: Any, stored: Any, pieces: list[Piece], bounce: bool
+    ) -> float:
+        from kvstore.gpu_worker.layout import bits
+
+        on_host = device.in_host_memory and not bounce
+        layers = [bits(layer) for layer in pool.layers] if on_host else pool.layers
+        held: Any = Held(stored.reshape(pool.chunks, -1))
+        load = loader.start(held, pieces, lambda layer, piece: layers[layer][piece.index], deadline_s=60.0)
+        load.settle()
+        return load.seconds
+
+    def check_loaded(self, way: str, pool: Any, stored: Any, *, moved: bool) -> None:
+        wanted = torch.from_numpy(stored).view(pool.chunks, pool.geometry.layers, 2, -1)
+        for number, layer in enumerate(pool.layers):
+            found = layer.flatten(2).view(torch.uint8).cpu()
+            if not torch.equal(found[:, moved:], wanted[:, number, moved:]):
+                raise AssertionError(f"{way}: what was loaded differs in layer {number}")
+            if moved and torch.equal(found[:, 0], wanted[:, number, 0]):
+                raise AssertionError(f"{way}: what should have moved differs in nothing")
 
     def self_check(self) -> Row:
         """As `kvctl doctor gpu` and a worker do it, with a daemon of its own."""
         from turns import daemon
 
         from kvstore.client import connect
-        from kvstore.gpu_worker.device import CpuDevice
         from kvstore.gpu_worker.segments import Segments
         from kvstore.gpu_worker.self_check import GEOMETRIES, check
 
         row: Row = {}
         with daemon() as run_dir:
-            device: Any = self.cuda() if self.on.real else CpuDevice()
+            device = self.make_device()
             segments = Segments(device)
             try:
                 with connect(run_dir, timeout_s=30.0) as client:
@@ -114,13 +189,35 @@ class Store(Section):
         return row
 
 
+class Held:
+    """A lease on chunks that nobody takes away: [chunks, bytes of a shard]."""
+
+    def __init__(self, shards: Any) -> None:
+        self.shards = shards
+
+    def unsafe_views(self, pieces: Sequence[tuple[int, int, int, int]]) -> list[Any]:
+        return [self.shards[index, offset : offset + length] for index, _, offset, length in pieces]
+
+    def copy_many(self, pieces: Sequence[tuple[int, int, int, Any]]) -> bool:
+        for index, _, offset, target in pieces:
+            source = self.shards[index, offset : offset + target.nbytes]
+            np.copyto(target, source.view(target.dtype).reshape(target.shape))
+        return True
+
+    def read_in_place(
+        self, pieces: Sequence[tuple[int, int, int, int]], use: Callable[[list[Any]], None]
+    ) -> bool:
+        use(self.unsafe_views(pieces))
+        return True
+
+    def intact(self) -> bool:
+        return True
+
+    def release(self) -> None: ...
+
+
 def shared_memory(size: int) -> Any:
     """Bytes of a memfd, as the arena's: mapped, and there."""
-    import mmap
-    import os
-
-    import numpy as np
-
     handle = os.memfd_create("gpu-check")
     try:
         os.ftruncate(handle, size)
