@@ -58,6 +58,6 @@ class BounceRing:
         self._taken += 1
         if buffer.sent is not None:
             buffer.sent.synchronize()
-            self._device.freeing([buffer.region])
             buffer.sent = None
+        self._device.freeing([buffer.region])  # also where nobody said that it was copied from
         return buffer

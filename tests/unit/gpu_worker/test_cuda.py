@@ -174,6 +174,20 @@ def test_threads_that_wait_for_an_event_sleep(fake: FakeCuda) -> None:
     assert fake.calls == ["record on cuda:1 blocking", "synchronize"]
 
 
+def test_a_stream_waits_for_an_event_and_the_thread_does_not(fake: FakeCuda) -> None:
+    device = CudaDevice(torch.device("cuda", 1))
+    read, event = device.stream("read"), device.compute.record()
+    fake.calls.clear()
+    assert read.wait(event) and fake.calls == ["wait_event"]
+
+
+def test_nothing_reads_memory_any_more_when_it_is_unregistered(fake: FakeCuda) -> None:
+    device, memory = CudaDevice(torch.device("cuda", 1)), np.zeros(64, np.uint8)
+    device.register(memory)
+    device.unregister(memory.ctypes.data)
+    assert fake.calls == ["synchronize device 1", "cudaHostUnregister"] and not fake.registered
+
+
 def test_a_lost_context_is_told_as_such_by_all_that_is_asked(fake: FakeCuda) -> None:
     device = CudaDevice(torch.device("cuda", 0))
     stream = device.stream("read")

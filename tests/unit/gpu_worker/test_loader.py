@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvstore.gpu_worker import bounce
 from kvstore.gpu_worker.device import CpuDevice, Device
 from kvstore.gpu_worker.layout import Geometry
 from kvstore.gpu_worker.loader import Loader, LoadFailed, Piece, Target
@@ -171,3 +172,18 @@ def test_a_load_that_was_cancelled_before_it_began_copies_nothing(
     loader.close()
     assert second.copies == 0
     assert store.leases == 0
+
+
+def test_one_bounce_buffer_is_enough(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is filled with each layer in turn, once the device has read the one before."""
+    monkeypatch.setattr(bounce, "BUFFERS", 1)
+    device, into = EmulatedDevice(), targets()
+    loader = Loader(GEOMETRY, device=device, bounce=True)
+    load = loader.start(lease(store), WANTED, placing(into, device), deadline_s=30)
+    load.settle()
+    for layer in range(3):
+        start = layer * GEOMETRY.slice_bytes // 4
+        assert (into[layer][:, :, 8:13].ravel() == np.arange(start, start + 2 * 2 * 5 * 4)).all()
+    loader.close()
+    device.close()
+    assert not device.races and store.leases == 0

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvstore.gpu_worker import bounce
 from kvstore.gpu_worker.device import DeviceFailed
 from kvstore.gpu_worker.segments import Path, Segments
 from kvstore.keys import ROOT
@@ -217,6 +218,19 @@ def test_what_is_copied_in_is_what_the_store_has(
         assert rig.bytes_of(block) == (before[block] if wanted is None else wanted.tobytes())
     assert rig.segments.path is (Path.BOUNCE if protection is Protection.SEALED else Path.REGISTERED)
     assert rig.device.pageable == 0 and not rig.device.races
+
+
+def test_one_bounce_buffer_for_one_slice_is_enough(
+    rigs: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is filled anew once the device has read it."""
+    monkeypatch.setattr(bounce, "BUFFERS", 1)
+    monkeypatch.setattr(bounce, "BUFFER_BYTES", 1)
+    rig = rigs(protection=Protection.SEALED)
+    keys, shards = rig.stored(2)
+    assert rig.blocks.fill(rig.read(keys), [(0, 7), (1, 3)], 0)
+    assert [rig.bytes_of(7), rig.bytes_of(3)] == [shard.tobytes() for shard in shards]
+    assert not rig.device.races
 
 
 def test_one_layer_alone(rigs: Callable[..., Rig]) -> None:
