@@ -6,7 +6,8 @@
     GET  /v1/models, /health, /metrics
 
 A client that goes away is taken out of the queue, or its request ended at its server, which frees what it holds. The
-session of a request is its `session_id`, the header X-Session-ID, or `user`.
+session of a request is its `session_id`, the header X-Session-ID, or `user`. A server that cannot be reached, or says
+that it takes nothing now (502, 503, 504), costs nobody an answer while another one is left.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
+import reprlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import httpx
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from kvstore.scheduler.gateway.dispatch import Asked, Dispatcher, Full, Server, Ticket
 from kvstore.scheduler.gateway.lookahead import LookAhead
@@ -32,14 +33,20 @@ from kvstore.scheduler.gateway.metrics import CONTENT_TYPE, Metrics
 PATHS = ("/v1/completions", "/v1/chat/completions")
 BODY_BYTES_MAX = 32 << 20
 CONNECT_S = 5.0
+BODY_S = 60.0
+"""In which a request's body has to arrive."""
+READ_S = 60.0
+"""In which a client has to read what waits for it: until then it keeps a slot of its server."""
 PRESENCE_S_MAX = 3_600.0
 CLIENT_CLOSED = 499
 """Nobody reads it; logs do."""
-PASSED_ON = ("content-type", "x-request-id")
+TAKES_NOTHING = (502, 503, 504)
+"""Statuses of a server that is starting, stopping or dead."""
+PASSED_ON = ("content-type", "content-encoding", "retry-after", "x-request-id")
 """Headers of answers that clients get,"""
-PASSED_DOWN = ("authorization", "content-type", "x-request-id", "traceparent", "tracestate")
+PASSED_DOWN = (b"authorization", b"content-type", b"x-request-id", b"traceparent", b"tracestate")
 """and of requests that servers get."""
-NO_BODY = f"the body is no JSON object of at most {BODY_BYTES_MAX} bytes"
+NO_BODY = f"the body is no JSON object of at most {BODY_BYTES_MAX} bytes that arrives within {BODY_S:g} s"
 log = logging.getLogger(__name__)
 
 
@@ -61,7 +68,9 @@ class Settings:
 
 def create_app(settings: Settings) -> FastAPI:
     http = httpx.AsyncClient(
-        timeout=httpx.Timeout(None, connect=CONNECT_S), limits=httpx.Limits(max_connections=None)
+        timeout=httpx.Timeout(None, connect=CONNECT_S),
+        limits=httpx.Limits(max_connections=None),
+        headers={"Accept-Encoding": "identity"},  # answers are passed on as they come: clients may not decode
     )
     nodes = settings.nodes or ("",) * len(settings.servers)
     servers = [
@@ -126,6 +135,8 @@ class Gateway:
             answer = await self._ask(ticket, gone)
         except _Gone:
             return Response(status_code=CLIENT_CLOSED)
+        except _Unsayable as error:
+            return _error(400, f"the request's headers cannot be passed on: {error}")
         finally:
             gone.cancel()
             if answer is None:
@@ -135,21 +146,44 @@ class Gateway:
         return _Relay(self, ticket, answer)
 
     async def _ask(self, ticket: Ticket, gone: asyncio.Task[None]) -> httpx.Response | None:
-        """The beginning of an answer; None: no server is there. Raises _Gone when nobody waits for it any more."""
+        """The beginning of an answer; None: no server is there. Raises _Gone when nobody waits for it any more, and
+        _Unsayable."""
         while True:
             server = await _unless(gone, ticket.turn)
-            asked = ticket.asked
-            request = self._http.build_request(
-                "POST", server.url + asked.path, content=asked.data, headers=asked.headers
-            )
             try:
-                sent = asyncio.ensure_future(self._http.send(request, stream=True))
-                answer: httpx.Response = await _unless(gone, sent)
-                return answer
+                answer: httpx.Response = await _unless(
+                    gone, asyncio.ensure_future(self._send(server, ticket.asked))
+                )
+            except httpx.LocalProtocolError as error:
+                raise _Unsayable(str(error)) from None
             except httpx.TransportError as error:
                 log.warning("%s: %s", server.url, error or type(error).__name__)
                 if not self.dispatcher.again(ticket):
                     return None
+                continue
+            if answer.status_code not in TAKES_NOTHING or not self.dispatcher.others(ticket):
+                return answer
+            log.warning("%s: answers %d", server.url, answer.status_code)
+            await answer.aclose()
+            self.dispatcher.again(ticket)
+
+    async def _send(self, server: Server, asked: Asked) -> httpx.Response:
+        """The beginning of its answer. The server may close a kept connection just as the request comes: that says
+        nothing of the server, and the request is sent again. Raises TransportError once a new connection fails."""
+        while True:
+            connection = _Connection()
+            request = self._http.build_request(
+                "POST",
+                server.url + asked.path,
+                content=asked.data,
+                headers=asked.headers,
+                extensions={"trace": connection.trace},
+            )
+            try:
+                return await self._http.send(request, stream=True)
+            except (httpx.NetworkError, httpx.RemoteProtocolError):
+                if connection.is_new:
+                    raise
 
     # ----------------------------------------------------------------------------------------------------- others
 
@@ -159,9 +193,9 @@ class Gateway:
             return _error(400, NO_BODY)
         times = [asked.body.get(field, 0) for field in ("eta_s", "ttl_s")]
         for value in times:
-            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or not 0 <= value <= PRESENCE_S_MAX:
-                return _error(400, f"eta_s and ttl_s are seconds, from 0 to {PRESENCE_S_MAX:g}: {value!r}")
+            if type(value) not in (int, float) or not 0 <= value <= PRESENCE_S_MAX:
+                shown = reprlib.repr(value)
+                return _error(400, f"eta_s and ttl_s are seconds, from 0 to {PRESENCE_S_MAX:g}: {shown}")
         if self.ahead is None:
             return _error(404, "there is no store: start the gateway with --run-dir")
         eta_s, ttl_s = times
@@ -197,8 +231,14 @@ class _Relay(StreamingResponse):
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(READ_S):
+                await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_in_time)
+        except TimeoutError:
+            log.warning("a client has read nothing of its answer for %.0f s: hung up", READ_S)
         finally:
             self._gateway.dispatcher.leave(self._ticket)
             await asyncio.shield(self._answer.aclose())  # which ends the request there, if it still runs
@@ -211,15 +251,29 @@ class _Relay(StreamingResponse):
                 yield data
         except httpx.TransportError as error:
             log.warning("an answer broke off: %s", error or type(error).__name__)
-            server.broke()
+            self._gateway.dispatcher.broke(server)
             raise
         server.answered += 1
         if ahead is not None and self._answer.status_code == 200:
             ahead.answered(self._ticket)
 
 
+class _Connection:
+    """What becomes of the connection of one request, as httpcore tells it."""
+
+    is_new = False
+    """It was made for this request, or could not be made."""
+
+    async def trace(self, event: str, about: dict[str, Any]) -> None:
+        self.is_new |= event == "connection.connect_tcp.started"
+
+
 class _Gone(Exception):
     """Whoever asked is gone."""
+
+
+class _Unsayable(Exception):
+    """What a client sent is no HTTP: that is no server's fault."""
 
 
 async def _gone(request: Request) -> None:
@@ -240,20 +294,22 @@ async def _unless(gone: asyncio.Task[None], wanted: asyncio.Future[Any]) -> Any:
             wanted.cancel()
 
 
-def _passed_down(request: Request) -> dict[str, str]:
-    return {name: request.headers[name] for name in PASSED_DOWN if name in request.headers}
+def _passed_down(request: Request) -> dict[bytes, bytes]:
+    """As bytes: a header may have some that are no ASCII."""
+    return {name: value for name, value in request.headers.raw if name in PASSED_DOWN}
 
 
 async def _read(request: Request) -> Asked | None:
-    """None: its body is no JSON object, or too long."""
+    """None: its body is no JSON object, too long or too late."""
     data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > BODY_BYTES_MAX:
-            return None
     try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                data += part
+                if len(data) > BODY_BYTES_MAX:
+                    return None
         body = await asyncio.to_thread(json.loads, data)
-    except (ValueError, RecursionError):
+    except (TimeoutError, ValueError, RecursionError):
         return None
     if not isinstance(body, dict):
         return None

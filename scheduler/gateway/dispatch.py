@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ SESSIONS_MAX = 16_384
 BEHIND_ONE_MS = 20.0
 """What a request that runs at a server already costs the next one there, beside the time to bring its KV."""
 DOWN_S = 2.0
-"""A server that could not be reached is not asked for so long, unless none is left."""
+"""A server that could not be reached, or took nothing, is not asked for so long, unless none is left."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +24,8 @@ class Server:
     slots: int
     """Requests that it is given at a time: more would wait there, where nobody can look ahead."""
     running: int = 0
-    down_until: float = 0.0
+    back: asyncio.TimerHandle | None = None
+    """Of a server that is down: when it is asked again."""
     answered: int = 0
     failed: int = 0
     node: str = ""
@@ -36,11 +36,7 @@ class Server:
 
     @property
     def up(self) -> bool:
-        return time.monotonic() >= self.down_until
-
-    def broke(self) -> None:
-        self.failed += 1
-        self.down_until = time.monotonic() + DOWN_S
+        return self.back is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +48,7 @@ class Asked:
     """Its body, which the server gets as it is."""
     body: dict[str, Any]
     """The same, read."""
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[bytes, bytes] = field(default_factory=dict)
     """Those that the server gets: who asks, and under which trace."""
 
 
@@ -68,7 +64,7 @@ class Ticket:
     server: Server | None = None
     """The one of whose slots it has one."""
     tried: set[str] = field(default_factory=set)
-    """Servers that could not be reached for it."""
+    """Servers that could not be reached for it, or did not take it."""
     costs: Mapping[str, float] = field(default_factory=dict)
     """By node: milliseconds until its DRAM has what any node's has of the prompt. Of a node that is missing nothing is
     known."""
@@ -119,14 +115,31 @@ class Dispatcher:
             self.on_wait(ticket)
         return ticket
 
+    def broke(self, server: Server) -> None:
+        """It could not be reached, took nothing, or broke off an answer."""
+        server.failed += 1
+        if server.back is not None:
+            server.back.cancel()
+        server.back = asyncio.get_running_loop().call_later(DOWN_S, self._is_back, server)
+
+    def _is_back(self, server: Server) -> None:
+        """Those that wait may have it again, though nobody else comes or leaves."""
+        server.back = None
+        self._serve()
+
+    def others(self, ticket: Ticket) -> bool:
+        """Whether there is a server that was not tried for it, beside the one it has."""
+        return any(other is not ticket.server and other.url not in ticket.tried for other in self.servers)
+
     def again(self, ticket: Ticket) -> bool:
-        """Its server could not be reached: it is the next to have a turn elsewhere. False: all were tried."""
+        """Its server could not be reached, or takes nothing: it is the next to have a turn elsewhere. False: all were
+        tried."""
         server = ticket.server
         assert server is not None, ticket
-        server.broke()
+        self.broke(server)
+        more = self.others(ticket)
         ticket.tried.add(server.url)
         self._let_go(ticket)
-        more = any(other.url not in ticket.tried for other in self.servers)
         if more:
             ticket.turn = asyncio.get_running_loop().create_future()
             self._waiting.appendleft(ticket)

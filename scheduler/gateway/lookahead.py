@@ -11,8 +11,10 @@ import asyncio
 import contextlib
 import logging
 import time
+from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
+from itertools import islice
 from typing import Any
 
 import httpx
@@ -35,6 +37,8 @@ TOKENIZE_S = 10.0
 TOLD_MAX = 1_024
 """How far into the queue hints reach: the daemon clips them to the memory it has."""
 SESSIONS_MAX = 4_096
+SESSION_TOKENS_MAX = 1 << 25
+"""Of the last prompts of all sessions, in 4 bytes each."""
 JOB_NAME_BYTES_MAX = 64
 TEMPLATE = (
     "add_generation_prompt",
@@ -62,8 +66,9 @@ class LookAhead:
         self._keys: dict[int, list[ChunkKey]] = {}
         """Of tickets that wait, by number; empty: not known."""
         self._told: set[int] = set()
-        self._sessions: OrderedDict[str, list[int]] = OrderedDict()
+        self._sessions: OrderedDict[str, array[int]] = OrderedDict()
         """Token ids of a session's last prompt."""
+        self._session_tokens = 0
         self._boot = b""
         self._renew_at = 0.0
         self._complained = ""
@@ -97,8 +102,13 @@ class LookAhead:
             self._spawn(self._find_keys(ticket))
 
     def _left(self, ticket: Ticket) -> None:
-        if self._keys.pop(ticket.number, None) is not None:
-            self._changed.set()
+        if self._keys.pop(ticket.number, None) is None:
+            return
+        self._changed.set()
+        if len(self._dispatcher) > len(self._keys):
+            untold = (other for other in self._dispatcher.waiting if other.number not in self._keys)
+            for following in islice(untold, 1):
+                self._waits(following)
 
     async def _find_keys(self, ticket: Ticket) -> None:
         keys = await self._keys_of(await self._tokens_of(ticket.asked))
@@ -115,11 +125,12 @@ class LookAhead:
 
     async def _remember(self, ticket: Ticket) -> None:
         tokens = await self._tokens_of(ticket.asked)
-        if tokens:
-            self._sessions[ticket.session] = tokens
-            self._sessions.move_to_end(ticket.session)
-            if len(self._sessions) > SESSIONS_MAX:
-                self._sessions.popitem(last=False)
+        if not tokens or not 0 <= min(tokens) <= max(tokens) < 1 << 32:
+            return
+        self._session_tokens += len(tokens) - len(self._sessions.pop(ticket.session, ()))
+        self._sessions[ticket.session] = array("I", tokens)
+        while len(self._sessions) > SESSIONS_MAX or self._session_tokens > SESSION_TOKENS_MAX:
+            self._session_tokens -= len(self._sessions.popitem(last=False)[1])
 
     # ---------------------------------------------------------------------------------------------------- prompts
 
@@ -152,7 +163,7 @@ class LookAhead:
             return []
         return []
 
-    async def _keys_of(self, tokens: list[int]) -> list[ChunkKey]:
+    async def _keys_of(self, tokens: Sequence[int]) -> list[ChunkKey]:
         client = self._client
         if client is None or not tokens:
             return []
@@ -199,7 +210,7 @@ class LookAhead:
     async def expect(self, asked: Asked, eta_ms: int, ttl_ms: int) -> dict[str, Any]:
         """Somebody types, or a tool runs: the session's chunks, or those of the prompt, are wanted in `eta_ms`."""
         session = str(asked.body.get("session_id") or "")
-        tokens = await self._tokens_of(asked) or self._sessions.get(session, [])
+        tokens = await self._tokens_of(asked) or self._sessions.get(session, ())
         keys = await self._keys_of(tokens)
         client = self._client
         if client is None or not keys:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from kvstore.client import ActionKind, Client, Namespace
 from kvstore.scheduler.gateway import __main__ as gateway_program
+from kvstore.scheduler.gateway import lookahead
 from kvstore.scheduler.gateway.app import Settings, create_app
 from kvstore.v1 import stats_pb2, stats_pb2_grpc
 
@@ -405,6 +407,61 @@ def test_presence_is_told_by_session_and_by_prompt(
     assert httpx.post(presence, json={"prompt": PROMPT}).json()["result"] == "accepted"
     for wrong in ({"eta_s": -1}, {"eta_s": "soon"}, {"ttl_s": 1e9}):
         assert httpx.post(presence, json={"prompt": PROMPT, **wrong}).status_code == 400
+
+
+def test_only_so_many_tokens_of_sessions_are_remembered(
+    servers: list[OpenAi],
+    gateway: Callable[..., str],
+    space: Namespace,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lookahead, "SESSION_TOKENS_MAX", 2 * len(PROMPT))
+    save(space, space.keys(token_ids(PROMPT)))
+    url = gateway(run_dir=str(run_dir))
+    for server in servers:
+        server.go.set()
+
+    def result(session: str) -> str:
+        answer = httpx.post(f"{url}/v1/kv/presence", json={"session_id": session, "eta_s": 40})
+        told: str = answer.json()["result"]
+        return told
+
+    for session in ("first", "second", "second", "third"):
+        httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT, "session_id": session})
+        eventually(lambda session=session: result(session) == "accepted")
+    assert [result(session) for session in ("first", "second")] == ["rejected", "accepted"]
+
+
+def test_who_waits_far_back_is_told_of_when_he_comes_nearer(
+    servers: list[OpenAi],
+    gateway: Callable[..., str],
+    space: Namespace,
+    client: Client,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lookahead, "TOLD_MAX", 1)
+    save(space, space.keys(token_ids(PROMPT)))
+    url = gateway(run_dir=str(run_dir), model=SPEC.model)
+    for number in range(2):
+        Asking(url, {"prompt": [number]})
+    eventually(lambda: all(server.asked for server in servers))
+    host, _, port = url.removeprefix("http://").partition(":")
+    body = json.dumps({"prompt": token_ids(PROMPT)}).encode()
+    told = "attnstore_gateway_hints_told_total"
+    with socket.create_connection((host, int(port))) as near:
+        near.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
+        eventually(lambda: figure(url, told) == 1)
+        far = Asking(url, {"prompt": token_ids(PROMPT)})
+        eventually(lambda: figure(url, "attnstore_gateway_waiting") == 2)
+        assert figure(url, told) == 1
+    eventually(lambda: figure(url, told) == 2)
+    for server in servers:
+        server.go.set()
+    assert far.result().status_code == 200
 
 
 def test_without_a_daemon_everything_is_answered(

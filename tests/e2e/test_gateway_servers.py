@@ -1,0 +1,213 @@
+"""The gateway before servers that close what they kept, pack what nobody can unpack, take nothing, or come back; and
+clients whose headers are odd."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+
+import httpx
+import pytest
+
+from kvstore.scheduler.gateway import app as gateway_app
+from kvstore.scheduler.gateway import dispatch
+from kvstore.scheduler.gateway.app import Settings, create_app
+
+from .ssd_tools import eventually
+from .test_gateway import BOUND_S, Asking, Listener, OpenAi, gateway, servers
+
+__all__ = ["gateway", "servers"]  # fixtures
+Answer = Callable[[int, Mapping[bytes, bytes]], bytes]
+"""From the number of a request on its connection, and its headers; b"" closes the connection."""
+
+
+def said(body: bytes, *lines: bytes, status: bytes = b"200 OK") -> bytes:
+    head = [b"HTTP/1.1 " + status, b"content-type: text/plain", b"content-length: %d" % len(body), *lines]
+    return b"\r\n".join([*head, b"", body])
+
+
+class Peer:
+    """Answers byte by byte as it is told to."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=self._talk, args=self._socket.accept()[:1], daemon=True).start()
+
+    def _talk(self, connection: socket.socket) -> None:
+        with connection, connection.makefile("rb") as stream, contextlib.suppress(OSError):
+            answer, number = b"?", 0
+            while answer and (lines := list(iter(lambda: stream.readline().strip(), b""))):
+                headers = dict(line.lower().split(b": ", 1) for line in lines[1:])
+                stream.read(int(headers[b"content-length"]))
+                answer, number = self._answer(number, headers), number + 1
+                connection.sendall(answer)
+
+
+@pytest.fixture
+def before() -> Iterator[Callable[..., str]]:
+    """before(answer, ...) -> the URL of a gateway before such servers"""
+    with contextlib.ExitStack() as ends:
+
+        def start(*answers: Answer) -> str:
+            peers = [ends.enter_context(contextlib.closing(Peer(answer))) for answer in answers]
+            listener = Listener(create_app(Settings(tuple(peer.url for peer in peers))))
+            ends.callback(listener.stop)
+            return listener.url
+
+        yield start
+
+
+def ask(url: str, **options: object) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=BOUND_S, **options)  # type: ignore[arg-type]
+
+
+def test_an_answer_is_packed_for_no_client_that_did_not_ask(before: Callable[..., str]) -> None:
+    def packs(number: int, headers: Mapping[bytes, bytes]) -> bytes:
+        if b"gzip" not in headers.get(b"accept-encoding", b""):
+            return said(b"plain")
+        return said(gzip.compress(b"packed"), b"content-encoding: gzip")
+
+    answer = ask(before(packs), headers={"Accept-Encoding": "identity"})
+    assert answer.content == b"plain"
+
+
+def test_an_answer_that_is_packed_says_so(before: Callable[..., str]) -> None:
+    answer = ask(before(lambda *_: said(gzip.compress(b"packed"), b"content-encoding: gzip")))
+    assert answer.content == b"packed"
+
+
+def test_a_connection_that_was_kept_and_is_closed_costs_nobody_an_answer(before: Callable[..., str]) -> None:
+    url = before(lambda number, _: said(b"fine") if number == 0 else b"")
+    assert [ask(url).status_code for _ in range(4)] == [200] * 4
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_server_that_closes_each_connection_ends_an_answer_soon(before: Callable[..., str]) -> None:
+    assert ask(before(lambda *_: b"")).status_code == 502
+
+
+@pytest.mark.parametrize("status", [b"502 B", b"503 U", b"504 T"])
+def test_a_server_that_takes_nothing_costs_nobody_an_answer(
+    before: Callable[..., str], status: bytes
+) -> None:
+    def stopping(*_: object) -> bytes:
+        return said(b"ask another one", b"retry-after: 7", status=status)
+
+    url = before(stopping, lambda *_: said(b"fine"))
+    assert {ask(url).text for _ in range(4)} == {"fine"}
+    alone = ask(before(stopping, stopping))
+    assert (alone.status_code, alone.text) == (int(status[:3]), "ask another one")
+    assert alone.headers["retry-after"] == "7", "the client is told what the server said"
+
+
+def test_an_error_that_is_the_requests_own_is_not_tried_elsewhere(before: Callable[..., str]) -> None:
+    url = before(lambda *_: said(b"no", status=b"500 E"), lambda *_: said(b"fine"))
+    assert ask(url).status_code == 500
+    assert len(httpx.get(f"{url}/health").json()["up"]) == 2
+
+
+def test_who_waits_gets_a_server_that_is_back(
+    servers: list[OpenAi], gateway: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though nobody comes or leaves, which is when the queue was looked at."""
+    monkeypatch.setattr(dispatch, "DOWN_S", 1.0)
+    away = socket.create_server(("127.0.0.1", 0))
+    away.settimeout(BOUND_S)
+    here = f"http://127.0.0.1:{away.getsockname()[1]}"
+    url = gateway(servers=(here, servers[1].listener.url))
+    closing = threading.Thread(target=_close_one, args=(away,))
+    closing.start()
+    first = Asking(url, {"prompt": "first"})
+    closing.join(BOUND_S)
+    eventually(lambda: servers[1].asked == ["first"])
+    waits = Asking(url, {"prompt": "waits"})
+    with away.accept()[0] as again, again.makefile("rwb") as stream:
+        while stream.readline().strip():
+            pass
+        stream.write(said(b"back"))
+        stream.flush()
+        assert waits.result().text == "back"
+    servers[1].go.set()
+    assert first.result().json()["by"] == "two"
+    away.close()
+
+
+def _close_one(listener: socket.socket) -> None:
+    listener.accept()[0].close()
+
+
+def test_headers_that_are_no_ascii_are_passed_on(before: Callable[..., str]) -> None:
+    def echoes(number: int, headers: Mapping[bytes, bytes]) -> bytes:
+        return said(headers[b"authorization"])
+
+    assert ask(before(echoes), headers={b"Authorization": b"bearer caf\xe9"}).content == b"bearer caf\xe9"
+
+
+def test_headers_that_are_no_http_are_the_clients_fault(before: Callable[..., str]) -> None:
+    """uvicorn refuses them where h11 reads them, and not where httptools does."""
+
+    async def asked() -> list[int]:
+        with contextlib.closing(Peer(lambda *_: said(b"fine"))) as peer:
+            app = create_app(Settings((peer.url,)))
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+                return [
+                    (await client.post("/v1/completions", json={}, headers=headers)).status_code
+                    for headers in ({b"X-Request-ID": b"a\0b"}, {})
+                ]
+
+    assert asyncio.run(asked()) == [400, 200]
+
+
+@pytest.mark.parametrize("value", [b"1" + b"0" * 400, b"NaN", b"true", b"[" * 90 + b"]" * 90])
+def test_seconds_that_are_none_are_refused(before: Callable[..., str], value: bytes) -> None:
+    url = before()
+    answer = httpx.post(f"{url}/v1/kv/presence", content=b'{"prompt": "x", "eta_s": ' + value + b"}")
+    assert answer.status_code == 400 and "eta_s and ttl_s are seconds" in answer.json()["error"]["message"]
+
+
+def running(url: str) -> float:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("attnstore_gateway_running{"))
+
+
+def endless(number: int, headers: Mapping[bytes, bytes]) -> bytes:
+    """More than the buffers on its way hold."""
+    return said(b"x" * (64 << 20))
+
+
+def test_who_does_not_read_his_answer_keeps_no_slot(
+    before: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_app, "READ_S", 0.3)
+    url = before(endless)
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port))) as silent:
+        silent.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
+        eventually(lambda: running(url) == 1)
+        eventually(lambda: running(url) == 0)
+
+
+def test_a_body_that_does_not_arrive_is_refused(
+    before: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_app, "BODY_S", 0.3)
+    host, _, port = before().removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), BOUND_S) as slow:
+        slow.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{"a"')
+        assert slow.recv(12) == b"HTTP/1.1 400"
