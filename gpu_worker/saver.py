@@ -226,7 +226,7 @@ class Saver:
         self._closing = False
         self._error: Exception | None = None
         self._unverified: deque[tuple[float, Namespace, list[ChunkKey]]] = deque(maxlen=UNVERIFIED_MAX)
-        """What was saved, by the time of its commit, that nobody has vouched for yet."""
+        """What was saved, or may have been, by the time of its commit, that nobody has vouched for yet."""
         self._doubts = 0
         self._thread = threading.Thread(target=self._run, name="kv-saver", daemon=True)
         self._thread.start()
@@ -449,7 +449,7 @@ class Saver:
                 for index in batch.granted:
                     np.copyto(batch.buffer(index), self._shard(save, first_token + index * chunk_tokens))
                     batch.written(index)
-                committed = self._commit(batch)
+                committed = self._commit(batch, save.turn.namespace, keys)
             already = [n for n, result in enumerate(results) if result is GrantResult.ALREADY]
             self._audit(save, {keys[n]: first_token + n * chunk_tokens for n in already})
         except StoreError as error:
@@ -459,18 +459,20 @@ class Saver:
         ] or [False] * len(keys)
         with self._changed:
             saved = sum(result is GrantResult.GRANTED for result in results) if committed else 0
-            if saved:
-                mine = [
-                    key for key, result in zip(keys, results, strict=True) if result is GrantResult.GRANTED
-                ]
-                self._unverified.append((time.monotonic(), save.turn.namespace, mine))
             self.counters["chunks_saved"] += saved
             self.counters["bytes_saved"] += saved * self.geometry.shard_bytes
             self.counters["chunks_already"] += sum(fine) - saved
             self.counters["chunks_refused"] += len(keys) - sum(fine)
         return fine
 
-    def _commit(self, batch: WriteBatch) -> bool:
+    def _commit(self, batch: WriteBatch, namespace: Namespace, keys: Sequence[ChunkKey]) -> bool:
+        """Of KV that nobody has vouched for yet, also where nobody answers: it may have been done."""
+        with self._changed:
+            if mine := [keys[index] for index in batch.granted]:
+                self._unverified.append((time.monotonic(), namespace, mine))
+        return self._committed(batch)
+
+    def _committed(self, batch: WriteBatch) -> bool:
         if not batch.granted:
             return True
         outcome = batch.commit(timeout_s=self._timeout_s)
@@ -512,7 +514,7 @@ class Saver:
                 for index in batch.granted:
                     np.copyto(batch.buffer(index), save.record)
                     batch.written(index)
-                saved = batch.results[0] in IN_STORE and self._commit(batch)
+                saved = batch.results[0] in IN_STORE and self._committed(batch)
         except StoreError as error:
             log.info("choice not saved: %s", error)
         with self._changed:
@@ -556,13 +558,9 @@ class Saver:
                 for index in batch.granted:
                     self._fill_part(batch.buffer(index), save, kept[index])
                     batch.written(index)
-                if not all(result in IN_STORE for result in batch.results) or not self._commit(batch):
-                    return -1
-                mine = [kept[index].key for index in batch.granted]
-                with self._changed:
-                    if mine:
-                        self._unverified.append((time.monotonic(), save.namespace, mine))
-                return len(mine)
+                keys = [one.key for one in kept]
+                there = all(result in IN_STORE for result in batch.results)
+                return len(batch.granted) if there and self._commit(batch, save.namespace, keys) else -1
         except StoreError as error:
             log.info("module not saved: %s", error)
         return -1

@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from kvstore.client import ActionKind, Client, Namespace
 from kvstore.scheduler.gateway import __main__ as gateway_program
-from kvstore.scheduler.gateway import lookahead
+from kvstore.scheduler.gateway import dispatch, lookahead
 from kvstore.scheduler.gateway.app import Settings, create_app
 from kvstore.v1 import stats_pb2, stats_pb2_grpc
 
@@ -258,8 +258,9 @@ def test_who_goes_away_leaves_the_queue_and_the_server(
 
 
 def test_a_server_that_is_gone_costs_nobody_an_answer(
-    servers: list[OpenAi], gateway: Callable[..., str]
+    servers: list[OpenAi], gateway: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(dispatch, "DOWN_S", 2 * BOUND_S)
     url = gateway(slots=2)
     servers[0].listener.stop()
     servers[1].go.set()

@@ -17,7 +17,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from kvstore.answers import NO_BACKLOG, Backlog
 from kvstore.core.events import Matched, SessionEntry, SessionInfo
 from kvstore.core.namespaces import chunk_salt
-from kvstore.errors import BadRequest, Conflict, Precondition, StoreError, Unavailable
+from kvstore.errors import BadRequest, Conflict, DeadlineExceeded, Precondition, StoreError, Unavailable
 from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.identity import Identity, inert
 from kvstore.keys import ROOT, exact_chain, exact_key
@@ -42,6 +42,8 @@ class FakeStore:
     room: int | None = None
     """Chunks that may still be granted; None: any number."""
     commits_fail: bool = False
+    commits_unheard: bool = False
+    """They are done, and the answer is lost."""
     on_ssd: set[ChunkKey] = field(default_factory=set)
     """Keys whose chunks have to be promoted before they can be read."""
     promotes: bool = True
@@ -404,6 +406,8 @@ class FakeBatch:
             return Committed(False, Unavailable("the daemon went away"))
         for number, shard in self.buffers.items():
             store.chunks.setdefault((self.namespace.salt, self.wanted[number]), shard)
+        if store.commits_unheard:
+            return Committed(False, DeadlineExceeded("no answer in time"))
         return Committed(True, None)
 
 

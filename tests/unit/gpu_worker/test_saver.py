@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ import torch
 
 from kvstore.core.events import SessionEntry, SessionInfo
 from kvstore.errors import Conflict
+from kvstore.gpu_worker import assembly
 from kvstore.gpu_worker import saver as saver_module
 from kvstore.gpu_worker.layout import Geometry, namespace_of
-from kvstore.gpu_worker.saver import Saver, Shards, TurnSave
+from kvstore.gpu_worker.saver import PartSave, Saver, Shards, TurnSave
 from kvstore.keys import ROOT
 from kvstore.types import ChunkKey
 
@@ -305,6 +307,37 @@ def test_a_commit_that_fails_saves_nothing(store: FakeStore, namespace: FakeName
     assert saver.flush(10)
     assert saver.counters["chunks_saved"] == 0
     assert namespace.get_session("s") is None
+
+
+@dataclass
+class Doubtful:
+    """An identity whose weights were others since nobody knows when."""
+
+    doubts: int = 1
+    verified_at: float = 0.0
+
+
+@pytest.mark.parametrize("unheard", [False, True])
+@pytest.mark.parametrize("parts", [False, True])
+def test_what_may_have_been_saved_with_other_weights_is_forgotten(
+    store: FakeStore, namespace: FakeNamespace, saver: Saver, unheard: bool, parts: bool
+) -> None:
+    """Also if nobody answered the commit: the store may have it."""
+    store.commits_unheard = unheard
+    cache, ids = filled(100), text(100)
+    if parts:
+        kept = assembly.Kept(
+            key=namespace.keys(ids)[0], parent=ROOT, position=0, first=0, count=64, exact=True
+        )
+        save = PartSave(namespace, "", (kept,), 0, 64)  # type: ignore[arg-type] # a fake one
+        assert saver.put_parts(save, lambda: cache.snapshot(0, 64))
+    else:
+        begin(saver, namespace).finish(cache, ids)
+    assert saver.flush(10)
+    assert store.chunks
+    saver.follow(Doubtful())  # type: ignore[arg-type]
+    assert saver.flush(10)
+    assert not store.chunks
 
 
 def test_chunks_that_another_worker_saves_are_left_to_it(
