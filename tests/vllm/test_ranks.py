@@ -890,6 +890,47 @@ def test_steps_that_only_wait_do_not_look_at_the_weights(rig: Callable[..., Rig]
     assert looks, "but those that compute do"
 
 
+def test_steps_that_only_decode_do_not_look_at_the_weights(rig: Callable[..., Rig]) -> None:
+    engine = rig()
+    engine.run(prompt(79, 40))
+    rank = engine.workers[0].worker_side
+    check, end_forward = rank.held.check, rank.end_forward
+    looks: list[int] = []
+    saving: list[bool] = []
+
+    def end(metadata: StepMetadata) -> None:
+        saving.append(bool(metadata.saves))
+        end_forward(metadata)
+
+    rank.held.check = lambda: (looks.append(1), check())[1]
+    rank.end_forward = end
+    engine.run(prompt(83, 40), max_tokens=150)
+    assert len(saving) > 100 and sum(saving) < 10
+    assert len(looks) == sum(saving) > 1, "once for all that a step saves"
+
+
+def test_a_change_in_a_step_that_does_not_look_is_seen_when_its_block_is_saved(
+    rig: Callable[..., Rig],
+) -> None:
+    engine = rig()
+    engine.run(prompt(84, 40))
+    steps = []
+
+    def change() -> None:
+        steps.append(1)
+        if len(steps) == 20:  # in the middle of a block
+            for model in engine.model_executor.models:
+                with torch.no_grad():
+                    model.weight.add_(1.0)
+
+    before = saved_blocks(engine)
+    engine.run(prompt(85, 64), between=change, max_tokens=60)
+    assert len(steps) > 40
+    assert saved_blocks(engine) == before + 2, (
+        "of what follows the change nothing is saved under a name of before"
+    )
+
+
 @pytest.mark.parametrize("sleeps", [True, False])
 def test_what_is_asleep_or_half_loaded_has_no_name(rig: Callable[..., Rig], sleeps: bool) -> None:
     tokens = prompt(66 + sleeps, 300)

@@ -62,6 +62,10 @@ def _silenced(connector: KVStoreConnector) -> bool | None:
     return False
 
 
+def _nothing(*_: Any, **__: Any) -> None:
+    """For whole loads and saves no layer is awaited or copied by itself."""
+
+
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One per role: in the scheduler's process, and in each rank. Construction raises StoreError for an engine whose KV
     cannot be stored, naming the setting; a daemon that is not there is no error, now or later.
@@ -104,6 +108,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, settings, link)
+            if not settings.layerwise:
+                # vLLM calls them for each layer of each step
+                self.wait_for_layer_load = self.save_kv_layer = _nothing  # type: ignore[method-assign]
 
     @property
     def tally(self) -> Tally:

@@ -134,14 +134,18 @@ class Held:
             self._known = replace(self._known, generation=self.generation)
         return self._known
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to digest everything."""
+        return self._known is not None and bool(self._known.digest) and time.monotonic() >= self._full_at
+
     def check(self) -> int:
-        """The generation. For every step: compares version counters, addresses and loads, and now and then
-        everything."""
+        """The generation. Compares version counters, addresses and loads, and when it is due everything."""
         if self._known is None:
             return self.generation
         if self._look() != self._marks:
             self._changed()
-        elif self._known.digest and time.monotonic() >= self._full_at:
+        elif self.is_due:
             digest = self._known.digest
             if self.weights(anew=True).digest != digest:
                 self.doubts += 1

@@ -84,11 +84,6 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     begun: tuple[str, ...] = ()
     """Requests whose first step this is, or the first after a preemption: what was loaded for them is used now."""
 
-    @property
-    def is_empty(self) -> bool:
-        """Nothing is computed, loaded, saved or named anew: ranks are asked what has ended."""
-        return self.idle and not (self.loads or self.saves or self.fresh or self.begun or self.spec)
-
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:

@@ -134,11 +134,11 @@ class WorkerSide:
         self._idle = metadata.idle
         if self.blocks is not None and not metadata.idle:
             self.blocks.overwritten(metadata.written)
-        if metadata.is_empty and metadata.weights == self._named:
-            return  # only asks what has ended: what this rank holds is looked at before that is used
-        self._follow(metadata.spec)
         if self.held is None:
             self.held = held_by(self._config, self._rank)
+        if metadata.weights == self._named and not self._must_know(metadata):
+            return
+        self._follow(metadata.spec)
         self._named = metadata.weights
         before, self._trusted = self._trusted, self._generation(metadata)
         if self._loader is not None and before != self._trusted:
@@ -146,6 +146,14 @@ class WorkerSide:
         self._bad -= metadata.fresh
         for name in metadata.begun:
             self._use(name)
+
+    def _must_know(self, metadata: StepMetadata) -> bool:
+        """Whether to see what this rank holds before the step. To look at a thousand parameters takes a millisecond,
+        which steps that only decode are spared. What they save is looked at behind them, for counters of changes only
+        rise."""
+        arrive = any(name in self._arrived for name in metadata.begun)
+        is_due = not metadata.idle and self.held is not None and self.held.is_due
+        return bool(metadata.loads or metadata.fresh or metadata.spec or arrive or is_due)
 
     def _follow(self, spec: NamespaceSpec | None) -> None:
         """From now on chunks are those of this namespace, if one is given."""
@@ -263,7 +271,7 @@ class WorkerSide:
 
     def save_layer(self, metadata: StepMetadata, name: str) -> None:
         """Layer-wise: copy the layer while the next one computes."""
-        if not self._settings.layerwise or self.blocks is None:
+        if not self._settings.layerwise or self.blocks is None or not metadata.saves:
             return
         if not self._copied_layers:
             self._copying = self._room(metadata)
@@ -276,18 +284,22 @@ class WorkerSide:
         if self.blocks is None:
             return
         self._end_layer_loads()
+        if not metadata.saves:
+            return
         if not self._copied_layers:
             self._copying = self._room(metadata)
         for layer in range(len(self.blocks.shapes)):
             if layer not in self._copied_layers:
                 self._copy_layer(layer)
+        # Weights may have changed beneath the step.
+        same = self.held is not None and self._trusted == self._check(self.held)
         copying, self._copying = self._copying, []
         self._copied_layers = set()
         ready = None
         if copying:
             ready = self.blocks.gathered(block for save, _ in copying for block in save.blocks)
         for save, shards in copying:
-            self._put(save, shards, ready)
+            self._put(save, shards, ready, same=same)
 
     def _room(self, metadata: StepMetadata) -> list[tuple[Save, list[Shard]]]:
         """Buffers for as many of each save's leading blocks as there is room for."""
@@ -309,13 +321,12 @@ class WorkerSide:
         pairs = [pair for save, shards in self._copying for pair in zip(save.blocks, shards, strict=False)]
         self.blocks.gather(pairs, layer)
 
-    def _put(self, save: Save, shards: list[Shard], ready: Event | None) -> None:
+    def _put(self, save: Save, shards: list[Shard], ready: Event | None, *, same: bool) -> None:
+        """`same`: this rank holds what the step's chunks are named for."""
         assert self.saver is not None
         spec = self._spec
         spoilt = not self._bad.isdisjoint((*save.before, *save.blocks))
-        # Weights may have changed beneath the step.
-        other = self.held is None or self._trusted != self._check(self.held) or not self._is(save.adapter)
-        if spec is None or spoilt or other:
+        if spec is None or spoilt or not same or not self._is(save.adapter):
             self.tally.add(blocks_dropped=len(shards))
             if ready is not None:
                 ready.synchronize()  # until then it is written
