@@ -171,9 +171,11 @@ class Store:
     def _open_again(self, spec: NamespaceSpec) -> None:
         try:
             self._opened(self._open(spec))
-        except StoreError as error:
+        except Exception as error:
+            # One of ours, or of a device: tried again as late as any other, not with each step.
             if not self._closed:
-                log.warning("still working without a store: %s", error)
+                bug = not isinstance(error, StoreError)
+                log.warning("still working without a store: %s", error, exc_info=bug)
             self._connect_at = time.monotonic() + CONNECT_AGAIN_S
 
     def _open(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> Namespace:

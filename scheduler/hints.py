@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -237,16 +237,21 @@ class Telling:
             ", ".join(map(str, namespaces)) or "?",
         )
 
-    def refused(self, message: Message, error: StoreError) -> None:
-        self.ledger.forget()
+    def refused(self, message: Message, error: Exception) -> None:
         if isinstance(error, NotFound):
+            self.ledger.forget()
             self.counters["unknown"] += 1
             if message.hints:
                 self._unknown()
             return
+        self.unheard(error)
+
+    def unheard(self, error: Exception) -> None:
+        """By a daemon that is away, or for an error of ours, which must not end the telling."""
+        self.ledger.forget()
         self.counters["failed"] += 1
         if self._heard:
-            log.warning("hints are not heard: %s", error)
+            log.warning("hints are not heard: %s", error, exc_info=not isinstance(error, StoreError))
         self._heard = False
 
     def _unknown(self) -> None:
@@ -297,7 +302,11 @@ class Publisher:
             if not (changed or again or self._telling.is_due(self._client.boot_id)):
                 continue
             self._changed.clear()
-            again = not self._publish()
+            try:
+                again = not self._publish()
+            except Exception as error:
+                self._telling.unheard(error)
+                again = True
 
     def _publish(self) -> bool:
         """False: try again soon."""
@@ -403,9 +412,11 @@ class AsyncHintedQueue(JobQueue):
     `finish`, `give_back` and `withdraw` never wait. Made and used on the loop's thread; `async with`, or `close`, ends
     the task."""
 
-    def __init__(self, client: AsyncClient, model: str) -> None:
+    def __init__(self, client: AsyncClient | Callable[[], Awaitable[AsyncClient]], model: str) -> None:
+        """`client`: or what makes one, as soon as there is a daemon; that one is closed with the queue."""
         super().__init__()
-        self._client = client
+        self._connect = client if callable(client) else None
+        self._client = None if callable(client) else client
         self._model = model
         self._telling = Telling(model)
         self._changed = asyncio.Event()
@@ -457,6 +468,8 @@ class AsyncHintedQueue(JobQueue):
         """Nothing is told any more. Idempotent."""
         self._task.cancel()
         await asyncio.wait([self._task])
+        if self._connect is not None and self._client is not None:
+            await self._client.close()
 
     async def _run(self) -> None:
         again = False
@@ -465,16 +478,24 @@ class AsyncHintedQueue(JobQueue):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S):
                     await self._changed.wait()
-            if not (self._changed.is_set() or again or self._telling.is_due(self._client.boot_id)):
-                continue
+            again = again or self._changed.is_set()
             self._changed.clear()
-            again = not await self._publish()
-
-    async def _publish(self) -> bool:
-        """False: try again soon."""
-        for message in self._telling.messages(jobs_ahead(self), self._client.boot_id):
             try:
-                answer = await self._client.publish_queue(
+                if self._client is None and self._connect is not None:
+                    self._client = await self._connect()
+                client = self._client
+                assert client is not None, "neither given nor to be made"
+                if again or self._telling.is_due(client.boot_id):
+                    again = not await self._publish(client)
+            except Exception as error:
+                self._telling.unheard(error)
+                again = True
+
+    async def _publish(self, client: AsyncClient) -> bool:
+        """False: try again soon."""
+        for message in self._telling.messages(jobs_ahead(self), client.boot_id):
+            try:
+                answer = await client.publish_queue(
                     self._model,
                     message.hints,
                     removed=message.removed,
@@ -486,6 +507,6 @@ class AsyncHintedQueue(JobQueue):
             except StoreError as error:
                 self._telling.refused(message, error)
                 return False
-            if not self._telling.taken(message, answer, self._client.boot_id):
+            if not self._telling.taken(message, answer, client.boot_id):
                 return False
         return True

@@ -10,7 +10,7 @@ requests are in line in each replica (`turns.Turns`). Nothing here imports Ray.
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from itertools import count
 
 from kvstore.client import connect_async
@@ -20,22 +20,21 @@ from kvstore.scheduler.job_queue import Job
 
 class QueueActor:
     """Its methods are awaited, so Ray runs them all on one event loop. Jobs that run go by numbers: what a worker sends
-    back is a copy."""
+    back is a copy. A daemon that is away, from the beginning or later, costs hints and no job."""
 
     def __init__(self, run_dir: str, model: str) -> None:
         self._run_dir = run_dir
         self._model = model
         self._queue: AsyncHintedQueue | None = None
-        self._opening = asyncio.Lock()
         self._numbers = count(1)
         self._running: dict[int, Job] = {}
 
     async def put(self, job: Job) -> None:
-        (await self._opened()).put(job)
+        self._opened().put(job)
 
     async def start(self) -> tuple[int, Job] | None:
         """The first job whose session is idle, with its number; None if there is none."""
-        job = (await self._opened()).start()
+        job = self._opened().start()
         if job is None:
             return None
         number = next(self._numbers)
@@ -44,18 +43,18 @@ class QueueActor:
 
     async def finish(self, number: int) -> None:
         """The job was answered. Raises KeyError if no such job runs."""
-        (await self._opened()).finish(self._running.pop(number))
+        self._opened().finish(self._running.pop(number))
 
     async def give_back(self, number: int) -> None:
         """The job's worker is gone: it is the next to be started again. Raises KeyError if no such job runs."""
-        (await self._opened()).give_back(self._running.pop(number))
+        self._opened().give_back(self._running.pop(number))
 
     async def counters(self) -> dict[str, int]:
         """See `hints.Telling`."""
-        return (await self._opened()).counters
+        return self._opened().counters
 
-    async def _opened(self) -> AsyncHintedQueue:
-        async with self._opening:
-            if self._queue is None:
-                self._queue = AsyncHintedQueue(await connect_async(self._run_dir), self._model)
+    def _opened(self) -> AsyncHintedQueue:
+        """Made in the first call: only there is the loop."""
+        if self._queue is None:
+            self._queue = AsyncHintedQueue(partial(connect_async, self._run_dir), self._model)
         return self._queue

@@ -49,8 +49,8 @@ class Turns:
     async def of(self, session: str) -> AsyncIterator[None]:
         """Its turn, when it comes. Who is cancelled leaves the line."""
         job = Job(session, (), 0)
-        may_run = self._may_run[id(job)] = asyncio.Event()
         self._queue.put(job)
+        may_run = self._may_run[id(job)] = asyncio.Event()
         self._start()
         try:
             await may_run.wait()

@@ -105,8 +105,9 @@ class Link:
                     self._client = self._connected()
                 opened = self._client.open(wanted)
                 self.opened(opened)
-            except StoreError as error:
-                self._complain(str(error))
+            except Exception as error:
+                # One of ours, or of a device, must not end this thread: nobody else would connect.
+                self._complain(str(error) or repr(error), bug=not isinstance(error, StoreError))
                 self._pause(wanted)
                 continue
             log.info("the store is there: %r %s", opened, "; ".join(opened.notes))
@@ -135,10 +136,10 @@ class Link:
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._wanted is not wanted, AGAIN_S)
 
-    def _complain(self, text: str) -> None:
+    def _complain(self, text: str, *, bug: bool) -> None:
         """Once, not every two seconds."""
         with self._changed:
             known, self._complaint = self._complaint, text
             self._changed.notify_all()
         if text != known:
-            log.warning("working without the store: %s", text)
+            log.warning("working without the store: %s", text, exc_info=bug)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Self, TypeVar
@@ -533,15 +534,34 @@ async def connect_async(
     staging_bytes: int = STAGING_BYTES,
     directory: bool = True,
 ) -> AsyncClient:
-    """See `sync.connect`."""
-    return AsyncClient(
-        await asyncio.to_thread(
-            connect,
-            run_dir,
-            engine_group=engine_group,
-            rank=rank,
-            timeout_s=timeout_s,
-            staging_bytes=staging_bytes,
-            directory=directory,
-        )
-    )
+    """See `sync.connect`. Who is cancelled meanwhile leaves no connection behind."""
+    connecting: Future[Client] = Future()
+
+    def make() -> None:
+        if not connecting.set_running_or_notify_cancel():
+            return
+        try:
+            client = connect(
+                run_dir,
+                engine_group=engine_group,
+                rank=rank,
+                timeout_s=timeout_s,
+                staging_bytes=staging_bytes,
+                directory=directory,
+            )
+        except BaseException as problem:
+            connecting.set_exception(problem)
+        else:
+            connecting.set_result(client)
+
+    threading.Thread(target=make, name="kvstore-client-connect", daemon=True).start()
+    try:
+        return AsyncClient(await asyncio.wrap_future(connecting))
+    except asyncio.CancelledError:
+        connecting.add_done_callback(_close_unwanted)
+        raise
+
+
+def _close_unwanted(connecting: Future[Client]) -> None:
+    if not connecting.cancelled() and connecting.exception() is None:
+        threading.Thread(target=connecting.result().close, name="kvstore-client-close", daemon=True).start()

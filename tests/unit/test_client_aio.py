@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.client.aio import COPY_INLINE_MAX, AsyncReadLease, AsyncWriteBatch
+from kvstore.client import aio
+from kvstore.client.aio import COPY_INLINE_MAX, AsyncReadLease, AsyncWriteBatch, connect_async
+from kvstore.errors import Unavailable
 
 BOUND_S = 20.0
 
@@ -84,3 +86,45 @@ async def test_what_a_copy_raises_is_raised() -> None:
 
     with pytest.raises(ValueError, match="of the copy"):
         await AsyncReadLease(Fails()).copy_to(0, np.zeros(COPY_INLINE_MAX, np.uint8))
+
+
+class Connected:
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_who_is_cancelled_while_he_connects_leaves_no_connection(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+    client = Connected()
+
+    def connect(*_: Any, **__: Any) -> Connected:
+        begun.set()
+        assert go.wait(BOUND_S)
+        if fails:
+            raise Unavailable("nobody there")
+        return client
+
+    monkeypatch.setattr(aio, "connect", connect)
+    connecting = asyncio.ensure_future(connect_async("/nowhere"))
+    assert await asyncio.to_thread(begun.wait, BOUND_S)
+    connecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+    assert not client.closed.is_set()
+    go.set()
+    assert fails or await asyncio.to_thread(client.closed.wait, BOUND_S)
+
+
+async def test_connecting_raises_what_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_: Any, **__: Any) -> Connected:
+        raise Unavailable("nobody there")
+
+    monkeypatch.setattr(aio, "connect", connect)
+    with pytest.raises(Unavailable, match="nobody there"):
+        await connect_async("/nowhere")

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from kvstore.client import Hint, QueueAccepted
 from kvstore.errors import BadRequest, NotFound, StoreError, Unavailable
 from kvstore.scheduler.hints import AsyncHintedQueue, HintedQueue
 from kvstore.scheduler.job_queue import Job
+from kvstore.scheduler.ray_queue import QueueActor
+from kvstore.scheduler.turns import Turns
 from kvstore.types import HintResult
 
 
@@ -21,7 +24,7 @@ class ScriptedClient:
     """Raises what stands in `problems`, one a call, then listens: `heard` has the queue as it is known after each
     message, in order."""
 
-    def __init__(self, *problems: StoreError) -> None:
+    def __init__(self, *problems: Exception) -> None:
         self.boot_id = b"first"
         self.calls = 0
         self.heard: list[list[str]] = []
@@ -97,6 +100,10 @@ class AsyncScriptedClient:
     def __init__(self, client: ScriptedClient) -> None:
         self._client = client
         self.asked = asyncio.Event()
+        self.closed = False
+
+    async def close(self) -> None:
+        self.closed = True
 
     @property
     def boot_id(self) -> bytes:
@@ -337,6 +344,62 @@ async def test_the_queue_of_an_event_loop_tells_every_change() -> None:
     assert queue._task.done(), "closed: nothing is told"
     queue.put(job("e"))
     await queue.close()
+
+
+async def test_a_bug_in_telling_does_not_end_it(
+    made: list[HintedQueue], caplog: pytest.LogCaptureFixture
+) -> None:
+    client, other = (ScriptedClient(ValueError("a bug"), ValueError("a bug")) for _ in range(2))
+    queue = queue_for(client, made)
+    queue.put(job("a"))
+    client.wait(lambda: client.heard == [["a"]])
+    awaited = AsyncScriptedClient(other)
+    async with AsyncHintedQueue(awaited, "m") as at_once:  # type: ignore[arg-type]
+        at_once.put(job("a"))
+        await awaited.wait(lambda: other.heard == [["a"]])
+    assert [bool(record.exc_info) for record in caplog.records] == [True, True]
+    assert queue.counters["failed"] == at_once.counters["failed"] == 2
+
+
+async def test_a_queue_of_an_event_loop_may_be_there_before_the_daemon() -> None:
+    client = ScriptedClient()
+    awaited = AsyncScriptedClient(client)
+    problems: list[Exception] = [Unavailable("away"), ValueError("a bug")]
+
+    async def connect() -> AsyncScriptedClient:
+        if problems:
+            raise problems.pop(0)
+        return awaited
+
+    async with AsyncHintedQueue(connect, "m") as queue:  # type: ignore[arg-type]
+        queue.put(job("a"))
+        assert queue.start() == job("a")
+        await awaited.wait(lambda: client.heard == [["a"]])
+    assert awaited.closed
+
+
+async def test_an_actor_takes_jobs_while_the_daemon_is_away(tmp_path: Path) -> None:
+    actor = QueueActor(str(tmp_path / "nobody"), "m")
+    await actor.put(job("a"))
+    assert await actor.start() == (1, job("a"))
+    await actor.give_back(1)
+    assert await actor.start() == (2, job("a"))
+    await actor.finish(2)
+    assert (await actor.counters())["published"] == 0
+    queue = actor._queue
+    assert queue is not None
+    await queue.close()
+
+
+async def test_a_turn_that_is_refused_leaves_nothing_behind() -> None:
+    awaited = AsyncScriptedClient(ScriptedClient())
+    async with Turns(awaited, "m") as turns:  # type: ignore[arg-type]
+        with pytest.raises(BadRequest):
+            async with turns.of(None):  # type: ignore[arg-type]
+                pass
+        assert not turns._may_run
+        async with asyncio.timeout(20), turns.of("a"):
+            pass
 
 
 async def test_closing_right_behind_a_change_ends() -> None:

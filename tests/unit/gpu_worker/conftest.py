@@ -143,6 +143,7 @@ class FakeNamespace:
     spec: NamespaceSpec
     salt: bytes
     client: FakeClient
+    notes: tuple[str, ...] = ()
 
     def map_segments(self, *, shards: Sequence[int] = (), timeout_s: float | None = None) -> int:
         assert tuple(shards) == (0,)
