@@ -73,6 +73,7 @@ BODY_S = 60.0
 """In which a body has to arrive."""
 ADMIN = "admin"
 FLUSH_MAX_S = 600.0
+FLUSH_SLICE_S = 0.2
 log = logging.getLogger(__name__)
 
 
@@ -295,8 +296,19 @@ class Api:
         if timeout_s < 0:
             raise Refused(400, f"timeout_s is {timeout_s}: must be at least 0", param="timeout_s")
         engine = self._service.engine
-        flushed = await asyncio.to_thread(engine.flush, min(timeout_s, FLUSH_MAX_S))
+        flushed = await unless_gone(request.receive, self._flushed(min(timeout_s, FLUSH_MAX_S)))
         return Json({"flushed": flushed, "counters": {**engine.counters, **engine.save_counters}})
+
+    async def _flushed(self, timeout_s: float) -> bool:
+        """A thread is taken for a moment at a time: however many wait, others get one, and the end does."""
+        until = time.monotonic() + timeout_s
+        while True:
+            left_s = until - time.monotonic()
+            flushed = await asyncio.to_thread(
+                self._service.engine.flush, min(max(0.0, left_s), FLUSH_SLICE_S)
+            )
+            if flushed or left_s <= FLUSH_SLICE_S:
+                return flushed
 
     async def _reset(self, request: Request, tenant: str) -> Response:
         self._check_admin(tenant)

@@ -15,6 +15,16 @@ from kvstore.gpu_worker.sampling import Sampling
 
 STOP_STRINGS_MAX = 16
 STOP_STRING_CHARACTERS_MAX = 512
+NEUTRAL: tuple[tuple[str, object], ...] = (
+    *(("n", 1), ("best_of", 1), ("logprobs", False), ("top_logprobs", 0), ("echo", False), ("suffix", "")),
+    *(("presence_penalty", 0), ("frequency_penalty", 0), ("repetition_penalty", 1), ("min_p", 0)),
+    *(("min_tokens", 0), ("use_beam_search", False)),
+)
+"""Fields that are not served, of OpenAI's interface and of vLLM's, each with the value that asks for nothing."""
+NOT_SERVED = (
+    *("tools", "functions", "logit_bias", "prompt_logprobs", "audio", "stop_token_ids", "bad_words"),
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SEEDS = 1 << 63
 
@@ -73,10 +83,10 @@ def check_model(body: Mapping[str, Any], served: str) -> None:
 
 def wish_of(body: Mapping[str, Any], headers: Mapping[str, str]) -> Wish:
     """Raises Refused (400), naming the field."""
-    for name, neutral in (("n", 1), ("best_of", 1), ("logprobs", False), ("echo", False), ("suffix", "")):
+    for name, neutral in NEUTRAL:
         if (value := body.get(name)) not in (None, neutral):
             raise Refused(400, f"{name} is {shown(value)}: only {neutral!r} is served", param=name)
-    for name in ("tools", "functions", "logit_bias", "prompt_logprobs", "audio"):
+    for name in NOT_SERVED:
         if body.get(name):
             raise Refused(400, f"{name} is not served", param=name)
     if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:

@@ -353,6 +353,17 @@ REFUSED: dict[str, Any] = {
     "stream": [HELLO | {"stream": "yes"}],
     "session_id": [HELLO | {"session_id": "x" * 257}, HELLO | {"session_id": 5}],
     "response_format": [HELLO | {"response_format": {"type": "json_object"}}],
+    "presence_penalty": [HELLO | {"presence_penalty": 0.5}],
+    "frequency_penalty": [HELLO | {"frequency_penalty": -2}],
+    "repetition_penalty": [HELLO | {"repetition_penalty": 1.2}],
+    "min_p": [HELLO | {"min_p": 0.1}],
+    "min_tokens": [HELLO | {"min_tokens": 2}],
+    "stop_token_ids": [HELLO | {"stop_token_ids": [3]}],
+    "guided_choice": [HELLO | {"guided_choice": ["yes", "no"]}],
+}
+NEUTRAL = {
+    **{"n": 1, "logprobs": False, "top_logprobs": 0, "presence_penalty": 0.0, "frequency_penalty": 0},
+    **{"repetition_penalty": 1.0, "min_p": 0, "min_tokens": 0, "stop_token_ids": [], "logit_bias": {}},
 }
 
 
@@ -374,7 +385,7 @@ def test_what_cannot_be_served_is_refused_by_name(serve: Callable[..., Served]) 
     assert one.ask("GET", "/v1/chat/completions").status == 405
     assert one.ask("GET", "/nothing").status == 404
     assert one.engine.counters["requests"] == 0
-    assert one.chat(HELLO | {"unknown field": 1, "user": "me", "n": 1, "logprobs": False})["choices"]
+    assert one.chat(HELLO | {"unknown field": 1, "user": "me", **NEUTRAL})["choices"]
 
 
 def test_another_models_request_is_not_answered_by_this_one(serve: Callable[..., Served]) -> None:
@@ -410,6 +421,26 @@ def test_a_worker_that_ends_lets_requests_finish_and_saves(
     assert rest.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in rest
     one.stop()
     assert {name for _, name in store.sessions} == {"s"} and store.leases == 0 and store.closed == 1
+
+
+def test_many_who_wait_for_a_flush_hold_up_nobody(
+    serve: Callable[..., Served], store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that wait are few: the end of the worker needs one, too."""
+    let_go = threading.Event()
+    monkeypatch.setattr(store, "on_write", lambda: let_go.wait(BOUND_S) and None)
+    one = serve(store)
+    one.chat(HELLO | {"session_id": "s"})
+    for _ in range(40):  # more than there are threads
+        one.send("/flush", {"timeout_s": 600})
+    answer = json.load(one.ask("POST", "/flush", {"timeout_s": 0}))
+    assert answer["flushed"] is False
+    for client in one.open:  # all have gone away
+        client.close()
+    state = one.server.server_state
+    eventually(lambda: not state.tasks)
+    let_go.set()
+    one.stop()
 
 
 def test_a_worker_that_ends_waits_no_longer_than_it_was_told(serve: Callable[..., Served]) -> None:
