@@ -210,7 +210,9 @@ class LookAhead:
     async def expect(self, asked: Asked, eta_ms: int, ttl_ms: int) -> dict[str, Any]:
         """Somebody types, or a tool runs: the session's chunks, or those of the prompt, are wanted in `eta_ms`."""
         session = str(asked.body.get("session_id") or "")
-        tokens = await self._tokens_of(asked) or self._sessions.get(session, ())
+        tokens: Sequence[int] = await self._tokens_of(asked)
+        if not tokens:
+            tokens = self._sessions.get(session, ())
         keys = await self._keys_of(tokens)
         client = self._client
         if client is None or not keys:
