@@ -31,6 +31,7 @@ from kvstore.config import (
     ENVIRONMENT_PREFIX,
     QUOTAS,
     StoreConfig,
+    did_you_mean,
     is_size,
     load,
     parse_setting,
@@ -122,12 +123,25 @@ def descriptions() -> dict[str, str]:
 
 def configuration(arguments: Sequence[str], environment: Mapping[str, str]) -> StoreConfig:
     """Raises ConfigError for whatever cannot be understood or cannot work."""
-    flags: dict[str, Any] = vars(parser().parse_args(arguments))
+    known, unknown = parser().parse_known_args(arguments)
+    if unknown:
+        raise _unknown(unknown)
+    flags: dict[str, Any] = vars(known)
     path = flags.pop("config") or environment.get(CONFIG_VARIABLE, "")
     return load(
         toml=read_toml(path) if path else {},
         environment=environment,
         flags={name: parse_setting(name, text) for name, text in flags.items()},
+    )
+
+
+def _unknown(arguments: Sequence[str]) -> ConfigError:
+    """Of what stands on the command line and is no setting."""
+    name = arguments[0].partition("=")[0]
+    flags = [f"--{item.name.replace('_', '-')}" for item in fields(StoreConfig)]
+    meant = did_you_mean(name, flags) if name.startswith("--") else ""
+    return ConfigError(
+        f"unrecognized arguments: {' '.join(arguments)}", remedy=f"{meant}kvstored --help lists all settings"
     )
 
 

@@ -7,7 +7,7 @@ import errno
 import ipaddress
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -386,6 +386,8 @@ class StoreConfig:
                         value=f"{tenant}={size}",
                         remedy='write alice=8G, and "*" for each tenant that is not named',
                     )
+        if not self.run_dir:
+            raise ConfigError("is empty", field="run_dir", remedy="name a directory; . is the current one")
         for path in (self.descriptor_socket, self.stream_socket, self.grpc_socket):
             length = len(os.fsencode(path))
             if length > SOCKET_PATH_BYTES_MAX:
@@ -500,10 +502,13 @@ def address_remedy(problem: OSError) -> str:
 
 def _meant(name: str) -> str:
     """What to do about a setting that does not exist."""
-    alike = difflib.get_close_matches(name, _kinds(), n=3)
-    return (
-        "did you mean " + " or ".join(alike) + "? " if alike else ""
-    ) + "kvstored --help lists all settings"
+    return did_you_mean(name, _kinds()) + "kvstored --help lists all settings"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question in front of a remedy; nothing where no name is alike."""
+    alike = difflib.get_close_matches(name, known, n=3)
+    return "did you mean " + " or ".join(alike) + "? " if alike else ""
 
 
 def is_size(name: str) -> bool:

@@ -62,6 +62,12 @@ def number(text: str) -> int:
     return value
 
 
+def run_directory(text: str) -> str:
+    if not text:  # an empty variable of a shell, perhaps: the default is another daemon's
+        raise argparse.ArgumentTypeError("is empty (name the daemon's directory, or leave the option out)")
+    return text
+
+
 def byte_size(text: str) -> int:
     try:
         value = int(parse_setting("dram_bytes", text))

@@ -15,7 +15,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -66,7 +66,7 @@ class Finding:
 
 
 class Failed(Exception):
-    """A check that found something; no later check makes sense."""
+    """A check that found something."""
 
     def __init__(self, detail: str, remedy: str) -> None:
         super().__init__(detail)
@@ -74,7 +74,8 @@ class Failed(Exception):
 
 
 def run(run_dir: str, options: argparse.Namespace) -> int:
-    """Findings as they come; the exit status is 1 with the first that is not ok."""
+    """Findings as they come; the exit status is 1 if one of them is not ok."""
+    status = 0
     with contextlib.closing(_findings(run_dir, options)) as findings:  # whatever happens, it cleans up
         for finding in findings:
             if options.json:
@@ -84,43 +85,51 @@ def run(run_dir: str, options: argparse.Namespace) -> int:
                 if finding.remedy:
                     say(f"      {'':16} -> {finding.remedy}")
             if not finding.ok:
-                return 1  # no later check makes sense
-    return 0
+                status = 1
+    return status
 
 
 def _findings(run_dir: str, options: argparse.Namespace) -> Generator[Finding, None, None]:
-    yield from examine(run_dir, options.timeout)
-    if options.engine:
+    serves = yield from examine(run_dir, options.timeout)
+    if options.engine and serves:
         yield from ask_engine(options.engine, run_dir, options.timeout, options.arguments)
 
 
-def examine(run_dir: str, timeout_s: float) -> Iterator[Finding]:
-    """Findings in order, as they come; ends with the first that is not ok. Never raises for what the daemon does."""
+def examine(run_dir: str, timeout_s: float) -> Generator[Finding, None, bool]:
+    """Findings in order, as they come; returns whether the daemon serves. Never raises for what the daemon does."""
     try:
         yield Finding("directory", True, _look_at(run_dir))
         client = connect(run_dir, timeout_s=timeout_s)
     except Failed as failed:
         yield Finding("directory", False, str(failed), failed.remedy)
-        return
+        return False
     except StoreError as error:
-        yield Finding("connect", False, str(error), "is it running, and does it name your user? See its log")
-        return
+        yield Finding("connect", False, error.message, error.remedy or "see the daemon's log")
+        return False
     with client:
         patient = Patient(client)
         try:
-            for check in patient.checks():
-                name = check.__name__.removeprefix("check_").replace("_", " ")
-                try:
-                    found = check()
-                    yield Finding(name, True, *((found,) if isinstance(found, str) else found))
-                except Failed as failed:
-                    yield Finding(name, False, str(failed), failed.remedy)
-                    return
-                except StoreError as error:
-                    yield Finding(name, False, error.message, error.remedy or "see the daemon's log")
-                    return
+            for check in patient.round_trip():
+                finding = _found(check)
+                yield finding
+                if not finding.ok:
+                    return False  # no later check makes sense
+            for check in patient.surroundings():
+                yield _found(check)
+            return True
         finally:
             patient.clean_up()
+
+
+def _found(check: Check) -> Finding:
+    name = check.__name__.removeprefix("check_").replace("_", " ")
+    try:
+        found = check()
+    except Failed as failed:
+        return Finding(name, False, str(failed), failed.remedy)
+    except StoreError as error:
+        return Finding(name, False, error.message, error.remedy or "see the daemon's log")
+    return Finding(name, True, *((found,) if isinstance(found, str) else found))
 
 
 def ask_engine(engine: str, run_dir: str, timeout_s: float, arguments: Sequence[str]) -> Iterator[Finding]:
@@ -171,8 +180,12 @@ def _look_at(run_dir: str) -> str:
         return path  # the lock is for the daemon's user alone
 
 
+Check = Callable[[], str | tuple[str, str]]
+"""Tells what it found, or that and a remedy for what is no failure."""
+
+
 class Patient:
-    """The checks, in the order in which they build on each other."""
+    """The checks."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -182,8 +195,8 @@ class Patient:
         self.namespace: Namespace | None = None
         self.keys: list[ChunkKey] = []
 
-    def checks(self) -> list[Callable[[], str | tuple[str, str]]]:
-        """Each tells what it found, or that and a remedy for what is no failure."""
+    def round_trip(self) -> list[Check]:
+        """In the order in which they build on each other."""
         return [
             self.check_connect,
             self.check_arena,
@@ -194,9 +207,11 @@ class Patient:
             self.check_session,
             self.check_generations,
             self.check_slots,
-            self.check_ssd,
-            self.check_beyond,
         ]
+
+    def surroundings(self) -> list[Check]:
+        """What the daemon serves without: a finding of one says nothing of the others."""
+        return [self.check_ssd, self.check_beyond]
 
     @property
     def open_namespace(self) -> Namespace:
@@ -328,7 +343,7 @@ class Patient:
         return f"free + reserved + ready + quarantined = capacity in {len(pools)} pools"
 
     def check_ssd(self) -> str | tuple[str, str]:
-        """Last: what is in DRAM serves without it."""
+        """What is in DRAM serves without it."""
         ssd = self.client.stats().ssd
         if ssd.state == "absent":
             return "off"
@@ -368,21 +383,17 @@ class Patient:
         }
         if not names:
             return "no REMOTE store, no peers (or not told: ask as the daemon's user)"
-        away = [name for name, well in names.items() if not well]
-        if away:
-            raise Failed(
-                f"{', '.join(away)}: failing or late, and left alone for a while; this node serves from its own tiers",
-                "see the daemon's log for why; it tries again by itself",
-            )
-        for name in ("remote", "peers"):
-            read_ms_ago = gauges.get(f"{name}_forgets_read_ms_ago", 0.0)
-            if read_ms_ago > FORGETS_READ_MS_MAX:
-                raise Failed(
-                    f"{peer_text(name)}: what others have forgotten was not read for {read_ms_ago / 1_000:,.0f} s",
-                    "see the daemon's log for why; of an object store there must be the bucket, and the rights to list,"
-                    " read, write and delete in it",
+        waiting = int(gauges.get("remote_forgets_waiting", 0))
+        problems = [*self._left_alone(names), *self._forgets_unread(gauges)]
+        if problems and waiting:
+            problems.append(
+                (
+                    f"{waiting} forgets have not been told to the other nodes",
+                    "keep ssd_dir (without one, run_dir): they stand there until they are told",
                 )
-        waiting = int(gauges["remote_forgets_waiting"]) if "remote_forgets_waiting" in gauges else 0
+            )
+        if problems:
+            raise Failed("; ".join(what for what, _ in problems), "; ".join(remedy for _, remedy in problems))
         found = f"{', '.join(names)}: well"
         if waiting:
             return (
@@ -390,6 +401,24 @@ class Patient:
                 "wait; they are told again until they are taken",
             )
         return found
+
+    def _left_alone(self, names: dict[str, bool]) -> Iterator[tuple[str, str]]:
+        away = [name for name, well in names.items() if not well]
+        if away:
+            yield (
+                f"{', '.join(away)}: failing or late, and left alone for a while; this node serves from its own tiers",
+                "see the daemon's log for why; it tries again by itself",
+            )
+
+    def _forgets_unread(self, gauges: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        for name in ("remote", "peers"):
+            read_ms_ago = gauges.get(f"{name}_forgets_read_ms_ago", 0.0)
+            if read_ms_ago > FORGETS_READ_MS_MAX:
+                yield (
+                    f"{peer_text(name)}: what others have forgotten was not read for {read_ms_ago / 1_000:,.0f} s",
+                    "see the daemon's log for why; of an object store there must be the bucket, and the rights to list,"
+                    " read, write and delete in it",
+                )
 
     def clean_up(self) -> None:
         """Whatever a check left behind; what cannot be dropped now is evicted like anything else."""

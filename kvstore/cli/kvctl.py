@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 try:
     from kvstore import __version__
@@ -31,10 +31,10 @@ try:
         stats,
         top,
     )
-    from kvstore.cli.command import Command, seconds
+    from kvstore.cli.command import Command, run_directory, seconds
     from kvstore.cli.output import OutputClosed, abandon, note, open_standard_streams, say
     from kvstore.client import connect
-    from kvstore.config import ENVIRONMENT_PREFIX, StoreConfig
+    from kvstore.config import ENVIRONMENT_PREFIX, StoreConfig, did_you_mean
     from kvstore.errors import StoreError
 except KeyboardInterrupt:  # these take most of the time that a short command takes
     os._exit(128 + signal.SIGINT)  # see main()
@@ -66,12 +66,26 @@ class Parser(argparse.ArgumentParser):
         elif message:
             note(message, end="")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            meant = did_you_mean(str(value), map(str, action.choices or ()))
+            raise argparse.ArgumentError(action, meant + error.message) from None
+
+    def unrecognized(self, arguments: Sequence[str]) -> NoReturn:
+        meant = did_you_mean(arguments[0].partition("=")[0], self._option_string_actions)
+        self.error(f"unrecognized arguments: {' '.join(arguments)}{f' ({meant.rstrip()})' if meant else ''}")
+
 
 def parser() -> Parser:
     # On both sides of the command's name; what is not given leaves the other's value alone.
     common = Parser(add_help=False, argument_default=argparse.SUPPRESS)
     common.add_argument(
-        "--run-dir", metavar="DIR", help=f"the daemon's directory (environment: {RUN_DIR_VARIABLE})"
+        "--run-dir",
+        type=run_directory,
+        metavar="DIR",
+        help=f"the daemon's directory (environment: {RUN_DIR_VARIABLE})",
     )
     common.add_argument(
         "--timeout", type=seconds, metavar="SECONDS", help="longest wait for the daemon (default: 5)"
@@ -85,7 +99,7 @@ def parser() -> Parser:
             command.name, help=command.about, description=command.about, parents=[common], allow_abbrev=False
         )
         command.arguments(added)
-        added.set_defaults(chosen=command)
+        added.set_defaults(chosen=command, of_command=added)
     return result
 
 
@@ -129,7 +143,10 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def _command(arguments: Sequence[str] | None) -> int:
     try:
-        options = parser().parse_args(arguments, argparse.Namespace(json=False, timeout=5.0, run_dir=""))
+        defaults = argparse.Namespace(json=False, timeout=5.0, run_dir="")
+        options, unknown = parser().parse_known_args(arguments, defaults)
+        if unknown:
+            options.of_command.unrecognized(unknown)
     except SystemExit as end:  # --help and --version have been written, an error has been told
         return end.code if isinstance(end.code, int) else 2
     command: Command = options.chosen

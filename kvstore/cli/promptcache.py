@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvstore.cli.command import Command, number, seconds
+from kvstore.cli.command import Command, number, run_directory, seconds
 from kvstore.cli.output import note, say, say_json, write
 from kvstore.cli.tables import peer_text, plain, size, table, word
 from kvstore.client import Client, Namespace, connect
@@ -416,8 +416,8 @@ def run(run_dir: str, options: argparse.Namespace) -> int:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    common.add_argument("--run-dir", metavar="DIR", help=argparse.SUPPRESS)
-    common.add_argument("--timeout", type=seconds, help=argparse.SUPPRESS)
+    common.add_argument("--run-dir", type=run_directory, metavar="DIR", help="the daemon's directory")
+    common.add_argument("--timeout", type=seconds, metavar="SECONDS", help="longest wait for the daemon")
     common.add_argument("--json", action="store_true", help="for programs: JSON, bytes in hexadecimal")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 

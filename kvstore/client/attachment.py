@@ -94,6 +94,7 @@ _EXPECTS = {
 
 NOBODY_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED, errno.EACCES, errno.EPERM, errno.ENOTSOCK)
 """Why a socket's path cannot be connected to: no process listens there, or not to us."""
+NOT_FOR_US = (errno.EACCES, errno.EPERM)
 WELCOME_S = 5.0
 """How long a new stream may take until the daemon welcomes us."""
 ASK_AGAIN_S = 1.0
@@ -1033,11 +1034,16 @@ def _connect(path: str, deadline: float) -> socket.socket:
         return sock
     except OSError as problem:
         sock.close()
+        remedy = "start kvstored with this run_dir, or name that of one which runs"
+        if problem.errno in NOT_FOR_US:
+            remedy = "ask as the daemon's own user or root, or name your user under `tenants` in its settings"
+        elif problem.errno == errno.ECONNREFUSED:
+            remedy = "the daemon that was there has ended: start kvstored with this run_dir, and see its log"
         raise Unavailable(
             f"no daemon answers there: {problem.strerror or problem}",
             field="run_dir",
             value=os.path.dirname(path),
-            remedy="start kvstored with this run_dir, or check the directory's permissions",
+            remedy=remedy,
         ) from problem
 
 

@@ -339,7 +339,7 @@ def test_arena_above_the_memory_limit(launch):
 
 
 def test_an_unknown_flag(launch):
-    refused(launch("--drams-bytes=1"), "unrecognized arguments: --drams-bytes=1 (see kvstored --help)")
+    refused(launch("--drams-bytes=1"), "unrecognized arguments: --drams-bytes=1 (did you mean --dram-bytes")
 
 
 def test_an_unknown_variable(launch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import queue
 import resource
@@ -551,12 +552,25 @@ def test_where_nobody_listens_it_is_not_waited_for_long(
     if there == "a file":
         (run_dir / "kvstored.sock").write_text("no socket")
     monkeypatch.setattr(threading.Condition, "wait", wait)
-    with pytest.raises(errors.Unavailable, match=r"no daemon answers there.*start kvstored") as refused:
+    what_to_do = "that was there has ended" if there == "a dead socket" else "start kvstored"
+    with pytest.raises(errors.Unavailable, match=f"no daemon answers there.*{what_to_do}") as refused:
         connect(str(run_dir), timeout_s=BOUND_S)
     assert refused.value.field == "run_dir" and refused.value.value == str(run_dir)
     assert waited and max(waited[1:], default=0.0) <= connection.NOBODY_S, (
         "the first wait is for the first try"
     )
+
+
+def test_who_may_not_reach_the_socket_is_told_of_tenants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Forbidden(socket.socket):
+        def connect(self, address: object) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket, "socket", Forbidden)
+    with pytest.raises(errors.Unavailable, match=r"Permission denied \(.*name your user under `tenants`"):
+        attachment._connect(str(tmp_path / "kvstored.sock"), time.monotonic() + BOUND_S)
 
 
 def test_a_daemon_that_is_just_being_started_is_found(

@@ -146,7 +146,9 @@ def test_a_size_of_segments_that_is_named_stays(source, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "environment", "why"),
     [
-        (["--nonsense"], {}, r"unrecognized arguments: --nonsense \(see kvstored --help\)"),
+        (["--zzz"], {}, r"unrecognized arguments: --zzz \(kvstored --help lists all settings\)"),
+        (["--dram-byte=1G"], {}, r"arguments: --dram-byte=1G \(did you mean --dram-bytes or "),
+        (["--run-dir="], {}, r"run_dir: is empty \(name a directory"),
         (["--dram"], {}, "unrecognized arguments: --dram"),
         (["stray"], {}, "unrecognized arguments: stray"),
         (["--dram-bytes"], {}, "argument --dram-bytes: expected one argument"),

@@ -1,11 +1,13 @@
 """What the doctor makes of what the daemon says of its disk, and of an engine's doctor that is late."""
 
+import argparse
 import subprocess
 from types import SimpleNamespace
 
 import pytest
 
-from kvstore.cli.doctor import Failed, Patient, ask_engine
+from kvstore.cli import doctor
+from kvstore.cli.doctor import Failed, Finding, Patient, ask_engine
 from kvstore.v1 import stats_pb2
 
 
@@ -25,6 +27,62 @@ def test_an_ssd_in_trouble_is_a_finding(state) -> None:
     with pytest.raises(Failed, match=f"{state.replace('_', ' ')}: ENOSPC: No space left on device") as found:
         patient(state=state, why="ENOSPC: No space left on device").check_ssd()
     assert "ssd_dir" in found.value.remedy
+
+
+class Connected:
+    """A client whose daemon says `reply` of itself."""
+
+    def __init__(self, reply: stats_pb2.StatsReply) -> None:
+        self.stats = lambda: reply
+
+    def __enter__(self) -> "Connected":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_a_sick_ssd_hides_no_remote_store_that_is_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each alert of what is around the daemon sends its reader to doctor."""
+    reply = stats_pb2.StatsReply(ssd=stats_pb2.Ssd(state="off", why="EIO: Input/output error"))
+    reply.gauges["source_remote_well"] = 0.0
+    reply.gauges["remote_forgets_read_ms_ago"] = 61_000.0
+    reply.gauges["remote_forgets_waiting"] = 4.0
+    client = Connected(reply)
+    monkeypatch.setattr(doctor, "connect", lambda *_, **__: client)
+    monkeypatch.setattr(doctor, "_look_at", lambda run_dir: run_dir)
+    monkeypatch.setattr(Patient, "round_trip", lambda self: [])
+    monkeypatch.setattr(Patient, "clean_up", lambda self: None)
+    monkeypatch.setattr(doctor, "ask_engine", lambda *_: [Finding("vllm", True, "asked too")])
+    options = argparse.Namespace(timeout=1.0, json=False, engine="vllm", arguments=[])
+    assert doctor.run("/run/kv", options) == 1
+    told = capsys.readouterr().out
+    for words in (
+        "FAIL  ssd ",
+        "FAIL  beyond ",
+        "remote: failing",
+        "for 61 s; 4 forgets have not",
+        "asked too",
+    ):
+        assert words in told
+
+
+def test_what_a_round_trip_needs_ends_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check_open() -> str:
+        raise Failed("no room", "see to it")
+
+    client = Connected(stats_pb2.StatsReply())
+    monkeypatch.setattr(doctor, "connect", lambda *_, **__: client)
+    monkeypatch.setattr(doctor, "_look_at", lambda run_dir: run_dir)
+    monkeypatch.setattr(Patient, "round_trip", lambda self: [check_open, lambda: pytest.fail("went on")])
+    monkeypatch.setattr(doctor, "ask_engine", lambda *_: pytest.fail("went on"))
+    options = argparse.Namespace(timeout=1.0, json=False, engine="vllm", arguments=[])
+    assert doctor.run("/run/kv", options) == 1
+    assert "FAIL  open             no room" in capsys.readouterr().out
 
 
 class Hanging:
