@@ -20,22 +20,27 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to loading and saving
 
-import torch
-import uvicorn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+try:
+    import torch
+    import uvicorn
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from kvstore.client import connect
-from kvstore.errors import Unsupported
-from kvstore.gpu_worker.batching import WAITING_MAX, BatchEngine
-from kvstore.gpu_worker.layout import CHUNK_TOKENS, Geometry, model_name
-from kvstore.gpu_worker.promptcache.prompts import DaemonLibrary
-from kvstore.gpu_worker.promptcache.service import PromptCache
-from kvstore.gpu_worker.serve.api import Api
-from kvstore.gpu_worker.serve.connection import Connection
-from kvstore.gpu_worker.serve.metrics import Metrics
-from kvstore.gpu_worker.serve.service import Service
-from kvstore.gpu_worker.serve.text import Text
-from kvstore.gpu_worker.truncation import Truncation
+    from kvstore.client import connect
+    from kvstore.errors import Unsupported
+    from kvstore.gpu_worker.batching import WAITING_MAX, BatchEngine
+    from kvstore.gpu_worker.layout import CHUNK_TOKENS, Geometry, model_name
+    from kvstore.gpu_worker.promptcache.prompts import DaemonLibrary
+    from kvstore.gpu_worker.promptcache.service import PromptCache
+    from kvstore.gpu_worker.serve.api import Api
+    from kvstore.gpu_worker.serve.connection import Connection
+    from kvstore.gpu_worker.serve.metrics import Metrics
+    from kvstore.gpu_worker.serve.service import Service
+    from kvstore.gpu_worker.serve.text import Text
+    from kvstore.gpu_worker.truncation import Truncation
+except ModuleNotFoundError as missing:
+    if (missing.name or "").partition(".")[0] == "kvstore":
+        raise
+    raise SystemExit(f"the worker needs {missing.name}: pip install 'attnstore[worker]'") from None
 
 CONNECT_TIMEOUT_S = 5.0
 CONNECTIONS_TO_SPARE = 256

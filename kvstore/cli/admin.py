@@ -10,11 +10,11 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from kvstore.cli.command import Command, ask_stats, byte_size, number
+from kvstore.cli.command import Command, ask_stats, byte_size, number, refuse_unused, some
 from kvstore.cli.output import note, say, say_json
 from kvstore.cli.tables import age, name, peer_text, plain, size, table
 from kvstore.client import Client
-from kvstore.errors import BadRequest, DeadlineExceeded
+from kvstore.errors import DeadlineExceeded
 from kvstore.types import MAKER_BYTES
 from kvstore.v1 import admin_pb2, admin_pb2_grpc, stats_pb2
 
@@ -206,11 +206,10 @@ def _recall_arguments(parser: argparse.ArgumentParser) -> None:
 def record(client: Client, options: argparse.Namespace) -> int:
     """Begins one and waits for its end, which an interrupt hastens; or only looks, or stops one."""
     if options.stop or options.status:
-        return _recorded(options, ask_admin(client, "Record", admin_pb2.RecordRequest(stop=options.stop)))
-    if not options.file:
-        raise BadRequest(
-            "is missing", field="FILE", value="", remedy="name a new file, or give --status or --stop"
+        refuse_unused(
+            options, "seconds", "bytes_max", "background", remedy="with --status or --stop leave it out"
         )
+        return _recorded(options, ask_admin(client, "Record", admin_pb2.RecordRequest(stop=options.stop)))
     request = admin_pb2.RecordRequest(
         path=os.path.abspath(options.file), bytes_max=options.bytes_max, seconds=options.seconds
     )
@@ -242,10 +241,11 @@ def _recorded(options: argparse.Namespace, reply: admin_pb2.RecordReply) -> int:
 
 
 def _record_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "file", nargs="?", metavar="FILE", help="a new file; the daemon writes it (mode 0600)"
-    )
-    parser.add_argument("--seconds", type=number, default=0, metavar="N", help="how long (default: an hour)")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("file", nargs="?", metavar="FILE", help="a new file; the daemon writes it (mode 0600)")
+    what.add_argument("--status", action="store_true", help="how far it is")
+    what.add_argument("--stop", action="store_true", help="end it")
+    parser.add_argument("--seconds", type=some, default=0, metavar="N", help="how long (default: an hour)")
     parser.add_argument(
         "--bytes-max",
         type=byte_size,
@@ -254,8 +254,6 @@ def _record_arguments(parser: argparse.ArgumentParser) -> None:
         help="how large it may become (default: 1 GiB)",
     )
     parser.add_argument("--background", action="store_true", help="do not wait for its end")
-    parser.add_argument("--status", action="store_true", help="how far it is")
-    parser.add_argument("--stop", action="store_true", help="end it")
 
 
 COMMANDS = (

@@ -88,6 +88,7 @@ def advise(client: Client, options: argparse.Namespace) -> int:
     request = admin_pb2.RecordRequest(path=path, seconds=options.seconds + 60, bytes_max=TRACE_BYTES_MAX)
     with _interrupt() as ended:
         ask_admin(client, "Record", request)
+        began = time.monotonic()
         try:
             with open(path, "rb") as file:
                 note(f"kvctl: looking for {options.seconds} s; an interrupt ends it")
@@ -98,7 +99,7 @@ def advise(client: Client, options: argparse.Namespace) -> int:
                 os.unlink(path)
     if looked.shadows is None or not looked.shadows.sampled:
         raise Unavailable(
-            f"{reply.lookups} lookups in {options.seconds} s: too few to say anything",
+            f"{reply.lookups} lookups in {time.monotonic() - began:.0f} s: too few to say anything",
             field="--seconds",
             value=options.seconds,
             remedy="look longer, or with a larger --share",

@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstore.cli.command import Command, byte_size
+from kvstore.cli.command import Command, byte_size, refuse_unused
 from kvstore.cli.output import OutputClosed, note, say, say_json
 from kvstore.cli.tables import counted, plain, size, table
 from kvstore.client import Client, connect
@@ -80,6 +80,7 @@ def run(run_dir: str, options: argparse.Namespace) -> int:
     try:
         directory, bytes_max, key_file = _directory(options)
         if directory:
+            refuse_unused(options, "rate", remedy="it is for a running daemon: leave it out")
             return _offline(directory, bytes_max, key_file, options)
         if options.fix:
             raise BadRequest(
@@ -87,6 +88,12 @@ def run(run_dir: str, options: argparse.Namespace) -> int:
                 field="--fix",
                 remedy="stop the daemon and name --ssd-dir or --config",
             )
+        refuse_unused(
+            options,
+            "ssd_bytes",
+            "ssd_key_file",
+            remedy="a running daemon has its own; stop it and name --ssd-dir or --config",
+        )
         with connect(run_dir, timeout_s=options.timeout) as client:
             return _online(client, options)
     except OutputClosed:
@@ -102,8 +109,10 @@ def _directory(options: argparse.Namespace) -> tuple[str, int, str]:
         return options.ssd_dir or "", options.ssd_bytes, options.ssd_key_file or ""
     try:
         toml = tomllib.loads(Path(options.config).read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as problem:
-        raise ConfigError(f"cannot be used: {problem}", field="--config", value=options.config) from None
+    except OSError as problem:
+        raise ConfigError.unreadable(problem, field="--config", path=options.config) from None
+    except (ValueError, RecursionError) as problem:
+        raise ConfigError(f"is not TOML: {problem}", field="--config", value=options.config) from None
     config: StoreConfig = load(toml, os.environ, {})
     directory = options.ssd_dir or config.ssd_dir
     if not directory:

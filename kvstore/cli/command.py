@@ -17,7 +17,7 @@ from kvstore.cli.output import say, say_json
 from kvstore.cli.tables import plain
 from kvstore.client import Client
 from kvstore.config import parse_setting
-from kvstore.errors import ConfigError
+from kvstore.errors import BadRequest, ConfigError
 from kvstore.types import KEY_BYTES_MAX, SESSION_NAME_BYTES_MAX
 from kvstore.v1 import stats_pb2_grpc
 
@@ -68,6 +68,13 @@ def run_directory(text: str) -> str:
     return text
 
 
+def some(text: str) -> int:
+    value = number(text)
+    if not value:
+        raise argparse.ArgumentTypeError("0 is none at all")
+    return value
+
+
 def byte_size(text: str) -> int:
     try:
         value = int(parse_setting("dram_bytes", text))
@@ -96,6 +103,13 @@ def key(text: str) -> bytes:
     if not 1 <= len(data) <= KEY_BYTES_MAX:
         raise argparse.ArgumentTypeError(f"a key has 1 to {KEY_BYTES_MAX} bytes")
     return data
+
+
+def refuse_unused(options: argparse.Namespace, *names: str, remedy: str) -> None:
+    """Raises BadRequest for the first of these options that was given, and would do nothing. Defaults are false."""
+    for name in names:
+        if getattr(options, name):
+            raise BadRequest("would do nothing here", field=f"--{name.replace('_', '-')}", remedy=remedy)
 
 
 # ----------------------------------------------------------------------------------------------------------- answers

@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from kvstore.cli.command import Command, byte_size, key, number, seconds, session_name, show
+from kvstore.cli.command import Command, byte_size, key, number, refuse_unused, seconds, session_name, show
 from kvstore.cli.output import note, say, say_json
 from kvstore.cli.tables import name, peer_text, plain, size, table
 from kvstore.client import Client
@@ -75,6 +75,7 @@ def _remarks(row: Any) -> str:
 def fleet(client: Client, options: argparse.Namespace) -> int:
     if options.action == "drain":
         return _drain(client, options)
+    refuse_unused(options, "stop", "wait", "bytes_max", remedy="it is for drain: leave it out")
     if options.node:
         raise BadRequest(f"{options.action} shows all nodes", field="NODE", value=options.node)
     shown = 0
@@ -129,6 +130,8 @@ def _nodes(reply: fleet_pb2.ListNodesReply) -> str:
 def _drain(client: Client, options: argparse.Namespace) -> int:
     if not options.node:
         raise BadRequest("is missing", field="NODE", value="", remedy="kvctl fleet stats names the nodes")
+    if options.stop:
+        refuse_unused(options, "wait", "bytes_max", remedy="nothing is offered after --stop: leave it out")
     request = fleet_pb2.DrainRequest(node=options.node, stop=options.stop, bytes_max=options.bytes_max)
     ask_fleet(client, "Drain", request)
     if options.stop or not options.wait:

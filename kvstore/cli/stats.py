@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from kvstore import measures
-from kvstore.cli.command import Command, ask_stats, seconds, show
+from kvstore.cli.command import Command, ask_stats, refuse_unused, seconds, show
 from kvstore.cli.output import say, say_json
 from kvstore.cli.rates import Rates, rates
 from kvstore.cli.tables import age, count, counted, peer_text, plain, rate, share, size, table
@@ -26,6 +26,9 @@ DIGEST_LETTERS = 16
 
 def stats(client: Client, options: argparse.Namespace) -> int:
     if options.watch:
+        refuse_unused(
+            options, "long", remedy="a line a tick has no room for it: leave out --watch, or --long"
+        )
         return _watch(client, options)
     reply = _get(client)
     return show(options, reply, lambda: stats_text(reply, long=options.long))

@@ -389,6 +389,10 @@ def test_errors_are_one_line(kvctl, arguments, status, why):
 
 
 MISSING = [
+    (["fleet", "stats", "--wait"], "--wait: would do nothing here (it is for drain: leave it out)"),
+    (["fleet", "drain", "a", "--stop", "--wait"], "--wait: would do nothing here (nothing is offered after"),
+    (["record", "--status", "--seconds", "9"], "--seconds: would do nothing here (with --status or --stop"),
+    (["stats", "--watch", "--long"], "--long: would do nothing here"),
     (["explain", "nobody"], "SESSION=nobody: no such session (see kvctl sessions)"),
     (["explain", "--key", "61", "--namespace", "99"], "no such namespace of this tenant"),
     (["get", "00"], "KEY=00: a key of put has 16 bytes (give the key as kvctl put printed it)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -112,6 +113,18 @@ def test_a_node_whose_clock_is_far_ahead_deletes_nothing_that_others_need(
     assert {path for path in tmp_path.rglob("*") if path.is_file() and path.name != "clock"} == there
     assert len(there) == 2
     store.close()
+
+
+def test_a_daemon_that_ends_closes_the_loops_of_its_store(tmp_path: Path) -> None:
+    """Inside of its own loop, where no other one can be run."""
+    store = ObjectStore(f"file://{tmp_path}", Book(""), salt=b"", ttl_s=60, timeout_s=5)
+    store.catch_up(time.monotonic() + 30)
+
+    async def end() -> None:
+        store.close()
+
+    asyncio.run(end())
+    assert [runner.get_loop().is_closed() for runner in store._runners] == [True]
 
 
 def test_what_is_older_than_its_time_goes_by_the_clock_of_the_store(tmp_path: Path) -> None:

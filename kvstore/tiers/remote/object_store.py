@@ -531,8 +531,9 @@ class ObjectStore:
     def close(self) -> None:
         """Connections go with the store; of a thread that is late its loop stays."""
         for runner in self._runners:
-            with suppress(RuntimeError):
-                runner.close()
+            loop = runner.get_loop()
+            if not loop.is_running():  # Runner.close() would run it, inside of the daemon's own loop
+                loop.close()
 
 
 def _open_into(opened: Future[Any], url: str, timeout_s: float) -> None:

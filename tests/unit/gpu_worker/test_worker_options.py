@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,16 @@ def test_a_file_that_cannot_be_read_is_named_with_its_option(
         worker.main(["--model", str(tmp_path), option, str(given)])
     assert ended.value.code == 2
     assert f"{option} {given}: {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["torch", "uvicorn", "transformers"])
+def test_without_its_extra_it_says_what_to_install(module: str) -> None:
+    program = (
+        f"import runpy, sys; sys.modules['{module}'] = None;"
+        "runpy.run_module('kvstore.gpu_worker.worker', run_name='__main__', alter_sys=True)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stderr == f"the worker needs {module}: pip install 'attnstore[worker]'\n"
