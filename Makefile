@@ -80,10 +80,11 @@ test-distributed: venv  ## stores that nodes share, on real servers: a Redis clu
 	$(PYTEST) -m 'slow or not slow' tests/distributed $(ARGS)
 
 .PHONY: test-gpu
-test-gpu: venv  ## loader, saver, pool, self-check and engine on a device that is less forgiving than a GPU; and on a GPU, where there is one
+test-gpu: venv  ## loader, saver, pool, self-check, engine and vLLM's blocks on a device that is less forgiving than a GPU; and where there is a GPU, loads, self-check, streams, graphs and a worker on it
 	$(PYTEST) $(JOBS) tests/unit/gpu_worker/test_{device,loader,masses,overlap,pool_store,self_check,truncation}.py \
 	  -k 'emulated or cuda or late' $(ARGS)
-	$(PYTEST) $(JOBS) tests/unit/gpu_worker/test_{graphs,segments}.py tests/e2e/test_registered.py $(ARGS)
+	$(PYTEST) $(JOBS) tests/unit/gpu_worker/test_{card,cuda,graphs,host_apart,segments,uploads,vllm_blocks}.py \
+	  tests/e2e/test_registered.py $(ARGS)
 
 .PHONY: crash fleet soak serving
 crash: venv  ## kill -9 of a daemon, ROUNDS times: is what was promised there, and nothing else? (ARGS='--seed 1')

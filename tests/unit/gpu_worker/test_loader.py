@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvstore.gpu_worker.layout import Geometry
 from kvstore.gpu_worker.loader import Loader, LoadFailed, Piece, Target
 from kvstore.types import Outcome
 
+from ...cards import card, on_a_card
 from .conftest import FakeLease, FakeStore
 from .emulated import EmulatedDevice
 
@@ -22,9 +24,15 @@ GEOMETRY = Geometry(layers=3, heads=2, head_dim=4, dtype=torch.float32, chunk_to
 WANTED = [Piece(0, 0, 8), Piece(2, 8, 5)]
 
 
-@pytest.fixture(params=["cpu", "emulated", "emulated, bounce"])
+@pytest.fixture(
+    params=[
+        *("cpu", "emulated", "emulated, bounce"),
+        *(on_a_card(name, id=name) for name in ("cuda", "cuda, bounce")),
+    ]
+)
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    made = CpuDevice() if request.param == "cpu" else EmulatedDevice()
+    kinds: dict[str, Callable[[], Any]] = {"cpu": CpuDevice, "emulated": EmulatedDevice, "cuda": card}
+    made = kinds[request.param.partition(",")[0]]()
     yield made
     made.close()
     assert not getattr(made, "races", ())
@@ -36,7 +44,7 @@ def loader(device: Device, request: pytest.FixtureRequest) -> Iterator[Loader]:
     made = Loader(GEOMETRY, device=device, bounce=bounce)
     yield made
     made.close()
-    assert not bounce or device.pageable == 0  # type: ignore[attr-defined]
+    assert not bounce or getattr(device, "pageable", 0) == 0
 
 
 def lease(store: FakeStore) -> FakeLease:
@@ -50,20 +58,30 @@ def lease(store: FakeStore) -> FakeLease:
     return FakeLease(store, shards, (Outcome.HIT, Outcome.MISS, Outcome.HIT))
 
 
-def targets() -> list[np.ndarray]:
-    return [np.full((2, 2, 20, 4), -7, np.int32) for _ in range(3)]
+class Into:
+    """Where a load goes: memory of the device, three layers."""
+
+    def __init__(self, device: Device) -> None:
+        self.layers: list[Any] = [np.full((2, 2, 20, 4), -7, np.int32) for _ in range(3)]
+        if not device.in_host_memory:
+            where = "cuda" if device.name == "cuda" else "cpu"
+            self.layers = [torch.from_numpy(layer).to(where) for layer in self.layers]
+
+    def __getitem__(self, layer: int) -> np.ndarray:
+        """What is there now."""
+        return np.asarray(torch.as_tensor(self.layers[layer]).cpu())
 
 
-def placing(into: list[np.ndarray], device: Device) -> Target:
-    layers = into if device.in_host_memory else [torch.from_numpy(layer) for layer in into]
+def placing(into: Into) -> Target:
+    layers = into.layers
     return lambda layer, piece: layers[layer][:, :, piece.first_token : piece.first_token + piece.token_count]
 
 
 def test_chunks_land_at_their_tokens_and_nowhere_else(
     store: FakeStore, loader: Loader, device: Device
 ) -> None:
-    into = targets()
-    load = loader.start(lease(store), WANTED, placing(into, device), deadline_s=30)
+    into = Into(device)
+    load = loader.start(lease(store), WANTED, placing(into), deadline_s=30)
     for layer in range(3):
         load.wait(layer)
         assert (into[layer][:, :, :8] == 0).all()
@@ -80,7 +98,7 @@ def test_a_layer_is_handed_out_while_the_next_is_copied(
 ) -> None:
     go = threading.Event()
     store.on_copy = lambda number: number == 0 or go.wait(30)
-    load = loader.start(lease(store), WANTED, placing(targets(), device), deadline_s=30)
+    load = loader.start(lease(store), WANTED, placing(Into(device)), deadline_s=30)
     load.wait(0)  # would hang for layers 1 and 2
     go.set()
     load.wait(2)
@@ -88,7 +106,7 @@ def test_a_layer_is_handed_out_while_the_next_is_copied(
 
 def test_a_void_layer_voids_the_load(store: FakeStore, loader: Loader, device: Device) -> None:
     store.on_copy = lambda number: number != 1
-    load = loader.start(lease(store), WANTED, placing(targets(), device), deadline_s=30)
+    load = loader.start(lease(store), WANTED, placing(Into(device)), deadline_s=30)
     with pytest.raises(LoadFailed, match="void at layer 1"):
         load.wait(1)
     with pytest.raises(LoadFailed, match="void at layer 1"):
@@ -101,8 +119,8 @@ def test_pieces_that_go_to_several_places_are_the_stores_or_void(
     store: FakeStore, loader: Loader, device: Device
 ) -> None:
     """As those of a module that stands between chunks of the pool."""
-    into = targets()
-    whole = placing(into, device)
+    into = Into(device)
+    whole = placing(into)
 
     def split(layer: int, piece: Piece) -> list[np.ndarray]:
         there = whole(layer, piece)
@@ -127,7 +145,7 @@ def test_a_layer_that_comes_after_the_deadline_does_not_count(
 ) -> None:
     go = threading.Event()
     store.on_copy = lambda number: go.wait(30)
-    load = loader.start(lease(store), WANTED, placing(targets(), device), deadline_s=0)
+    load = loader.start(lease(store), WANTED, placing(Into(device)), deadline_s=0)
     with pytest.raises(LoadFailed, match="layer 0 was not in"):
         load.wait(0)
     go.set()
@@ -148,7 +166,7 @@ def test_a_cancelled_load_stops_and_gives_its_lease_back(
 
     store.on_copy = copy
     taken = lease(store)
-    load = loader.start(taken, WANTED, placing(targets(), device), deadline_s=30)
+    load = loader.start(taken, WANTED, placing(Into(device)), deadline_s=30)
     assert copying.wait(30)
     load.cancel("enough")
     assert store.leases == 1  # the copy still reads
@@ -165,9 +183,9 @@ def test_a_load_that_was_cancelled_before_it_began_copies_nothing(
 ) -> None:
     go = threading.Event()
     store.on_copy = lambda number: go.wait(30)
-    loader.start(lease(store), WANTED, placing(targets(), device), deadline_s=30)
+    loader.start(lease(store), WANTED, placing(Into(device)), deadline_s=30)
     second = lease(store)
-    loader.start(second, WANTED, placing(targets(), device), deadline_s=30).cancel("enough")
+    loader.start(second, WANTED, placing(Into(device)), deadline_s=30).cancel("enough")
     go.set()
     loader.close()
     assert second.copies == 0
@@ -177,9 +195,10 @@ def test_a_load_that_was_cancelled_before_it_began_copies_nothing(
 def test_one_bounce_buffer_is_enough(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is filled with each layer in turn, once the device has read the one before."""
     monkeypatch.setattr(bounce, "BUFFERS", 1)
-    device, into = EmulatedDevice(), targets()
+    device = EmulatedDevice()
+    into = Into(device)
     loader = Loader(GEOMETRY, device=device, bounce=True)
-    load = loader.start(lease(store), WANTED, placing(into, device), deadline_s=30)
+    load = loader.start(lease(store), WANTED, placing(into), deadline_s=30)
     load.settle()
     for layer in range(3):
         start = layer * GEOMETRY.slice_bytes // 4

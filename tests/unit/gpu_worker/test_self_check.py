@@ -12,36 +12,44 @@ import pytest
 import torch
 
 from kvstore.gpu_worker import self_check
-from kvstore.gpu_worker.device import CpuDevice, ThreadDevice
+from kvstore.gpu_worker.device import CpuDevice, Device
 from kvstore.gpu_worker.layout import Geometry
 from kvstore.gpu_worker.self_check import GEOMETRIES, Refused, check
 
+from ...cards import card, on_a_card
 from .conftest import FakeStore
 from .emulated import EmulatedDevice
 
 SMALL = Geometry(layers=3, heads=2, head_dim=16, dtype=torch.bfloat16, chunk_tokens=6)
-CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=[CpuDevice, EmulatedDevice])
-def device(request: pytest.FixtureRequest) -> Iterator[ThreadDevice]:
+@pytest.fixture(params=[CpuDevice, EmulatedDevice, on_a_card(card)])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     made = request.param()
     yield made
     made.close()
 
 
+@pytest.fixture
+def where(device: Device) -> torch.device:
+    """Its memory."""
+    return torch.device("cuda", 0) if device.name == "cuda" else torch.device("cpu")
+
+
 @pytest.mark.parametrize("geometry", [SMALL, *GEOMETRIES])
 def test_a_device_that_works_passes_and_leaves_nothing(
-    geometry: Geometry, device: ThreadDevice, store: FakeStore
+    geometry: Geometry, device: Device, where: torch.device, store: FakeStore
 ) -> None:
-    passed = check(device, CPU, geometry, store.connect().open)
+    passed = check(device, where, geometry, store.connect().open)
     assert passed.bytes == self_check.CHUNKS * geometry.shard_bytes
     assert not store.chunks and store.leases == 0
     assert not getattr(device, "races", [])
 
 
 @pytest.mark.parametrize("at", [0, 5, -1])
-def test_one_byte_that_differs_is_found(at: int, device: ThreadDevice, store: FakeStore) -> None:
+def test_one_byte_that_differs_is_found(
+    at: int, device: Device, where: torch.device, store: FakeStore
+) -> None:
     whole = [True]
 
     def spoil(number: int) -> bool:
@@ -56,21 +64,21 @@ def test_one_byte_that_differs_is_found(at: int, device: ThreadDevice, store: Fa
     with pytest.raises(
         Refused, match=r"2 x 16 bfloat16, chunks of 6: chunk 5, layer 2: 1 of 256 bytes came back"
     ):
-        check(device, CPU, SMALL, store.connect().open)
+        check(device, where, SMALL, store.connect().open)
     assert not store.chunks and store.leases == 0
 
 
-def test_a_lease_that_is_void_is_no_pass(device: ThreadDevice, store: FakeStore) -> None:
+def test_a_lease_that_is_void_is_no_pass(device: Device, where: torch.device, store: FakeStore) -> None:
     store.on_copy = lambda number: number < 2
     with pytest.raises(Refused, match="the lease was void at layer"):
-        check(device, CPU, SMALL, store.connect().open)
+        check(device, where, SMALL, store.connect().open)
     assert store.leases == 0
 
 
-def test_a_store_without_room_is_no_pass(device: ThreadDevice, store: FakeStore) -> None:
+def test_a_store_without_room_is_no_pass(device: Device, where: torch.device, store: FakeStore) -> None:
     store.room = 3
     with pytest.raises(Refused, match="has no room for 6 chunks: GRANTED, GRANTED, GRANTED, FULL"):
-        check(device, CPU, SMALL, store.connect().open)
+        check(device, where, SMALL, store.connect().open)
 
 
 # ------------------------------------------------------------------------------------------------- kvctl doctor gpu
