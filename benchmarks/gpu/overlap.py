@@ -55,6 +55,7 @@ class Overlap(Section):
         for tokens in (1024, 1600) if real else (64,):
             yield f"figure 20: a prompt of {tokens} tokens and what is decoded", partial(self.saving, tokens)
         yield "decode: steps of many sequences", self.decoding
+        vars(self).pop("model", None)  # other sections need the memory
 
     @cached_property
     def model(self) -> Any:
@@ -94,6 +95,7 @@ class Overlap(Section):
     @contextmanager
     def store(self, tokens: int) -> Iterator[str]:
         """A daemon with room for so many and little more: soon all of its arena is registered."""
+        gc.collect()  # engines of the step before
         geometry = Geometry.of(self.model)
         wanted = tokens * geometry.token_bytes * geometry.layers
         segments = max(4, -(-wanted // SEGMENT_BYTES) + 2) if self.on.real else 4
