@@ -37,6 +37,11 @@ tokens before them: KV is gathered once for all of a group. Measured for groups 
 here on it takes .4 to .8 of our time, with 128 queries .8 to 1.2, with 64 1.1 to 1.9."""
 TORCH_ALONE_MIN = 16
 """New tokens of one that has none before them."""
+TOGETHER_MIN = 32
+"""Queries of a KV head of each sequence, from which on it pays to attend to what all have cached with torch's kernel
+and to merge."""
+TOGETHER_TOKENS_MIN = 256
+"""That all have cached."""
 TILES = 4
 """For which a thread loads a block once."""
 
@@ -54,14 +59,15 @@ def prefill(
 ) -> None:
     """See `prefill_attention`, which checked the arguments."""
     # With another scale torch's masks, which are -inf before it is multiplied, mask nothing
-    if (
-        turned is None
-        and soft_cap is None
-        and scale > 0
-        and is_torchs(plan, q.dtype, q.shape[1] // keys.shape[1])
-    ):
-        by_torch(q.detach(), keys.detach(), values.detach(), plan, scale=scale, out=out.detach())
-        return
+    if turned is None and soft_cap is None and scale > 0:
+        group = q.shape[1] // keys.shape[1]
+        here = q.detach(), keys.detach(), values.detach(), plan
+        if shared := shared_chunks(plan, q.dtype, group):
+            together(*here, shared, scale=scale, out=out.detach())
+            return
+        if is_torchs(plan, q.dtype, group):
+            by_torch(*here, scale=scale, out=out.detach())
+            return
     work = _Work(q.detach(), keys.detach(), values.detach(), plan, scale, soft_cap)
     if plan.stretches is not None and turned is not None:
         work.begin(stretches.attend(turned, keys, values, plan.stretches, scale=scale, soft_cap=soft_cap))
@@ -105,6 +111,83 @@ def by_torch(
             enable_gqa=q.shape[1] != keys.shape[1],
         )
         out[line : line + new] = found[0].transpose(0, 1)
+
+
+def shared_chunks(plan: PrefillPlan, dtype: torch.dtype, group: int) -> int:
+    """Chunks that all sequences have cached and begin with, where torch's attention to them together, with a merge, is
+    the fastest; else 0."""
+    if dtype is not torch.float32 or len(plan.rows) < 2:
+        return 0
+    if any(new * group < TOGETHER_MIN for _, new, _ in plan.rows):
+        return 0
+    most = min(cached for *_, cached in plan.rows) // plan.chunk_tokens
+    if most * plan.chunk_tokens < TOGETHER_TOKENS_MIN:
+        return 0
+    tables = plan.tables[:, :most]
+    alike = (tables == tables[0]).all(0).long().cumprod(0).sum()
+    return int(alike) if int(alike) * plan.chunk_tokens >= TOGETHER_TOKENS_MIN else 0
+
+
+def together(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: PrefillPlan,
+    shared: int,
+    *,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """ChunkAttention's two phases with torch's kernel: all queries attend to the first `shared` chunks at once, then
+    those of each sequence to the rest of it, and a softmax over both merges them."""
+    lines, heads, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+
+    def gathered(of: torch.Tensor, chunks: torch.Tensor, tokens: int) -> torch.Tensor:
+        return of[chunks].transpose(0, 1).flatten(1, 2)[None, :, :tokens]
+
+    begin = shared * plan.chunk_tokens
+    k, v = (gathered(of, plan.tables[0, :shared], begin) for of in (keys, values))
+    by_kv_head = q.view(lines, kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)[None]
+    found, sums = _attend(by_kv_head, k, v, scale=scale)
+    first = found[0].view(kv_heads, lines, group, head_dim).transpose(0, 1).reshape(q.shape)
+    first_sums = sums[0].view(kv_heads, lines, group).transpose(0, 1).reshape(lines, heads)
+    for table, (line, new, cached) in zip(plan.tables, plan.rows, strict=True):
+        tokens = cached + new - begin
+        chunks = table[shared : shared - (-tokens // plan.chunk_tokens)]
+        k, v = (gathered(of, chunks, tokens).repeat_interleave(group, 1) for of in (keys, values))
+        mask = None
+        if cached > begin:
+            mask = plan.masks.get((new, cached, begin))
+            if mask is None:
+                unseen = torch.ones(new, tokens, dtype=torch.bool).triu(cached - begin + 1)
+                mask = torch.zeros(new, tokens).masked_fill_(unseen, -torch.inf)
+                plan.masks[new, cached, begin] = mask
+        here = slice(line, line + new)
+        found, sums = _attend(
+            q[here].transpose(0, 1)[None], k, v, scale=scale, causal=mask is None, mask=mask
+        )
+        share = torch.sigmoid(first_sums[here] - sums[0].transpose(0, 1)).unsqueeze(-1)
+        out[here] = torch.lerp(found[0].transpose(0, 1), first[here], share)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `scaled_dot_product_attention` calls on a CPU, which also says the logarithm of each query's sum."""
+    found: tuple[torch.Tensor, torch.Tensor] = (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    )
+    return found
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +122,60 @@ def test_torchs_attention_is_used_where_a_kv_head_has_many_queries(group: int) -
     assert chosen({0: least, 1: least, 2: alone})
     assert not chosen({0: least - 1}) and not chosen({0: least, 2: 1})
     assert not chosen({0: least}, torch.bfloat16)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=SEEDS,
+    scale=st.sampled_from((None, 0.5)),
+    size=st.sampled_from((1.0, 1e4)),
+    sequences=st.integers(2, 5),
+    chunk_tokens=st.sampled_from((1, 16)),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from((1, 4, 7)),
+    head_dim=st.sampled_from((8, 80)),
+)
+def test_what_all_have_cached_is_attended_to_together(
+    seed: int, scale: float | None, size: float, sequences: int, chunk_tokens: int, **shape: int
+) -> None:
+    """By torch's kernel; some have more than that cached, in common with others or not."""
+    case = Case(seed=seed, chunk_tokens=chunk_tokens, rows=sequences, chunks=60, **shape)
+    draw = case.random
+    case.add(0, more=6 * chunk_tokens + draw.randrange(chunk_tokens))
+    for row in range(1, sequences):
+        case.add(row, like=0, shared=draw.randint(2, 5), more=draw.randint(1, 3 * chunk_tokens))
+    rows = draw.sample(range(sequences), sequences)
+    new = {row: draw.randint(1, case.sequences[row][1] - 2 * chunk_tokens) for row in rows}
+    used: list[int] = []
+
+    def noted(*given: Any, **options: Any) -> None:
+        used.append(given[4])
+        together(*given, **options)
+
+    together = cpu.together
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("TOGETHER_MIN", "TOGETHER_TOKENS_MIN"):
+            patch.setattr(cpu, name, 1)
+        patch.setattr(cpu, "together", noted)
+        case.check_prefill(prefill_attention, torch.float32, new, size=size, scale=scale)
+    assert used and min(used) >= 2
+
+
+def test_together_is_attended_where_it_pays() -> None:
+    case = Case(seed=1, chunk_tokens=16, rows=3, kv_heads=1, head_dim=8, chunks=100)
+    most, least = cpu.TOGETHER_TOKENS_MIN // 16, cpu.TOGETHER_MIN
+    case.add(0, more=16 * most + least)
+    case.add(1, like=0, shared=most, more=least)
+    case.add(2, more=16 * most + least)
+
+    def shared(new: dict[int, int], dtype: torch.dtype = torch.float32, group: int = 1) -> int:
+        return cpu.shared_chunks(case.forest().prefill(new), dtype, group)
+
+    assert shared({0: least, 1: least}) == most
+    assert shared({0: least // 2, 1: least}, group=2) == most
+    assert not shared({0: least - 1, 1: least}) and not shared({0: least})
+    assert not shared({0: least + 1, 1: least}), "one has a token less cached"
+    assert not shared({0: least, 1: least, 2: least}) and not shared({0: least, 1: least}, torch.bfloat16)
 
 
 @settings(max_examples=60, deadline=None)
