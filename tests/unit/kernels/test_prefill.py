@@ -128,7 +128,6 @@ def test_torchs_attention_is_used_where_a_kv_head_has_many_queries(group: int) -
 @given(
     seed=SEEDS,
     scale=st.sampled_from((None, 0.5)),
-    size=st.sampled_from((1.0, 1e4)),
     sequences=st.integers(2, 5),
     chunk_tokens=st.sampled_from((1, 16)),
     kv_heads=st.integers(1, 3),
@@ -136,7 +135,7 @@ def test_torchs_attention_is_used_where_a_kv_head_has_many_queries(group: int) -
     head_dim=st.sampled_from((8, 80)),
 )
 def test_what_all_have_cached_is_attended_to_together(
-    seed: int, scale: float | None, size: float, sequences: int, chunk_tokens: int, **shape: int
+    seed: int, scale: float | None, sequences: int, chunk_tokens: int, **shape: int
 ) -> None:
     """By torch's kernel; some have more than that cached, in common with others or not."""
     case = Case(seed=seed, chunk_tokens=chunk_tokens, rows=sequences, chunks=60, **shape)
@@ -157,8 +156,30 @@ def test_what_all_have_cached_is_attended_to_together(
         for name in ("TOGETHER_MIN", "TOGETHER_TOKENS_MIN"):
             patch.setattr(cpu, name, 1)
         patch.setattr(cpu, "together", noted)
-        case.check_prefill(prefill_attention, torch.float32, new, size=size, scale=scale)
+        case.check_prefill(prefill_attention, torch.float32, new, scale=scale)
     assert used and min(used) >= 2
+
+
+@pytest.mark.parametrize("size", [30.0, 1e4])
+def test_together_large_logits_cost_what_their_own_last_place_is(
+    size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The merge knows sums by their logarithms, which are rounded as the logits are."""
+    for name in ("TOGETHER_MIN", "TOGETHER_TOKENS_MIN"):
+        monkeypatch.setattr(cpu, name, 1)
+    case = Case(seed=1, head_dim=64, group=2, chunk_tokens=16, rows=3, chunks=60)
+    case.add(0, more=70)
+    for row in (1, 2):
+        case.add(row, like=0, shared=4, more=20)
+    new = {0: 6, 1: 20, 2: 3}
+    q, keys, values = case.queries(new, torch.float32, size), *case.tensors(torch.float32)[1:]
+    plan = case.forest().prefill(new)
+    assert cpu.shared_chunks(plan, torch.float32, 2) == 4
+    out = prefill_attention(q, keys, values, plan)
+    exact = naive_prefill_attention(q, keys, values, case.sequences, new)
+    logits = (q.abs().max() * keys.nan_to_num().abs().max() * 64**0.5).item()
+    allowed = 4 * torch.finfo(torch.float32).eps * logits * values.nan_to_num().abs().max().item()
+    assert (out - exact).abs().max() <= allowed
 
 
 def test_together_is_attended_where_it_pays() -> None:
