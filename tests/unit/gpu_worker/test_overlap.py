@@ -12,10 +12,12 @@ import torch
 from transformers import PreTrainedModel
 
 from kvstore.gpu_worker.compute_or_load import read_buffer_layers
-from kvstore.gpu_worker.layout import bits
-from kvstore.gpu_worker.write_buffer import Outgoing
+from kvstore.gpu_worker.hbm_pool import HbmPool
+from kvstore.gpu_worker.layout import Geometry, bits
+from kvstore.gpu_worker.write_buffer import Outgoing, WriteBuffer
 
 from .conftest import FakeStore, text, tiny_llama
+from .emulated import EmulatedDevice
 from .recording import Recording, T
 from .test_batching import play
 from .test_pool_store import BOUND_S, MakeEngine, engine, finish, turn, warm
@@ -242,6 +244,27 @@ def test_chunks_are_used_again_while_they_are_saved(engine: MakeEngine, store: F
         two.add([*prompt, 1], 3)
     finish(two)
     assert two.counters["restored_tokens"] == 4 * 3 * T
+
+
+def _addresses(outgoing: Outgoing) -> list[int]:
+    return [shard.ctypes.data for shard in outgoing._shards]
+
+
+def test_a_buffer_that_is_dropped_is_used_again_when_its_copy_is_over() -> None:
+    device = EmulatedDevice()
+    pool = HbmPool(Geometry(2, 1, 8, torch.float32, chunk_tokens=4), 2)
+    buffer = WriteBuffer(pool, device)
+    device.hold()
+    dropped = buffer.copy([0], 4)
+    address = _addresses(dropped)[0]
+    dropped.release()
+    other = buffer.copy([1], 4)
+    assert _addresses(other) != [address], "a copy will still write it"
+    device.release()
+    other.wait()
+    third = buffer.begin([0], 4)
+    assert _addresses(third) == [address] and not device.races
+    device.close()
 
 
 def test_a_save_that_finds_no_room_in_the_buffer_is_dropped_and_counted(
