@@ -34,6 +34,7 @@ from kvstore.gpu_worker.device import Device, device_for_steps
 from kvstore.gpu_worker.forward import Forward
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.identity import Identity, Verdict
+from kvstore.gpu_worker.kernel_check import prove_kernels
 from kvstore.gpu_worker.layout import CHUNK_TOKENS, Geometry, namespace_of
 from kvstore.gpu_worker.loader import LoadFailed
 from kvstore.gpu_worker.masses import MassBook
@@ -159,12 +160,13 @@ class BatchEngine:
         there before a request joins a step, which waits for the others layer by layer; by default as many as keep it
         from waiting, by what was measured. `load_ahead`: how many of those that wait begin to load.
         `compute_or_load`: what is faster to compute than to load, by what was measured, is computed. `device`: how KV
-        is copied, by default that of the model; `verdicts`: which ones passed the self-check. `truncation`: how
-        conversations that outgrow a window go on. `canary_every`: of so many hits one is computed again and compared
-        (`canary.py`); 0: none is.
+        is copied, by default that of the model; `verdicts`: which ones passed the self-checks of copies and of kernels.
+        `truncation`: how conversations that outgrow a window go on. `canary_every`: of so many hits one is computed
+        again and compared (`canary.py`); 0: none is.
 
-        Raises Unsupported for a model that the pool, the kernels or the store cannot serve, naming the field,
-        ValueError for a setting that is too small, and whatever else the daemon has against us.
+        Raises Unsupported for a model that the pool, the kernels or the store cannot serve and for a device whose
+        kernels give wrong numbers (`kernel_check.py`), naming the field, ValueError for a setting that is too small,
+        and whatever else the daemon has against us.
         """
         if waiting_max < 1:
             raise ValueError(f"waiting_max is {waiting_max}: must be at least 1")
@@ -201,6 +203,16 @@ class BatchEngine:
         choice = ComputeOrLoad() if compute_or_load else None
         device = device or device_for_steps(model.device)
         self._device = device
+        self._forward = Forward(
+            model,
+            self.pool,
+            sequences_max=sequences_max,
+            tokens_max=self.tokens_max,
+            share=share,
+            device=device,
+        )
+        if device is not None and not device.in_host_memory:
+            prove_kernels(device, model.device, self._forward.shape, self._vocabulary, verdicts=verdicts)
         self._store = (
             PoolStore(
                 model,
@@ -229,14 +241,6 @@ class BatchEngine:
             read_buffer=read_buffer,
             load_ahead=load_ahead,
             choice=choice,
-        )
-        self._forward = Forward(
-            model,
-            self.pool,
-            sequences_max=sequences_max,
-            tokens_max=self.tokens_max,
-            share=share,
-            device=device,
         )
         self._choices = Choices()
         by_mass = truncation is not None and truncation.mass_tokens > 0

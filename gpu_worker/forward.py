@@ -22,6 +22,7 @@ from kvstore.gpu_worker.uploads import Uploads
 from kvstore.kernels.forest import Forest, Plan
 from kvstore.kernels.launch import card_of, rows_max
 from kvstore.kernels.prefill import PrefillPlan
+from kvstore.kernels.self_check import Shape
 from kvstore.kernels.warm_up import warm_up
 from kvstore.kernels.write import Slots
 
@@ -93,6 +94,22 @@ class Forward:
             heads=self.model.config.num_attention_heads,
             split_tokens=self._decoding.split_tokens,
             tile_sequences=self._decoding.tile_sequences,
+        )
+
+    @property
+    def shape(self) -> Shape:
+        """What kernels are compiled for."""
+        geometry, moved = self._pool.geometry, [] if self._positions is None else self._positions.inv_freq
+        return Shape(
+            heads=self.model.config.num_attention_heads,
+            kv_heads=geometry.heads,
+            head_dim=geometry.head_dim,
+            dtype=geometry.dtype,
+            chunk_tokens=geometry.chunk_tokens,
+            split_tokens=self._decoding.split_tokens,
+            tile_sequences=self._decoding.tile_sequences,
+            pairs=max((len(inv_freq) for inv_freq in moved), default=0),
+            interleaved=self._positions is not None and self._positions.interleaved,
         )
 
     def renew(self) -> None:

@@ -4,6 +4,7 @@ What `kvctl doctor gpu` runs, and what a worker may run before it serves. Bits g
 write buffer into the store, and from the store through the loader into other chunks, with the streams and events that
 serving uses, several copies in flight at a time, whole chunks and a tail, for several shapes. Every byte is compared;
 what differs names the shape, the chunk, the layer and the first byte. Bits are random, so that NaN of many kinds occur.
+The doctor also compares each kernel with its naive.py (`kernels/self_check.py`), as an engine does for its own model.
 
 As a program: one finding a line, as JSON (check, ok, detail, remedy). Ends with the first that is not ok.
 """
@@ -26,11 +27,13 @@ import torch
 from kvstore.errors import StoreError
 from kvstore.gpu_worker.device import CpuDevice, Device, DeviceFailed
 from kvstore.gpu_worker.hbm_pool import HbmPool
+from kvstore.gpu_worker.kernel_check import OTHER_VERSION, check_choice
 from kvstore.gpu_worker.layout import Geometry
 from kvstore.gpu_worker.loader import Loader, LoadFailed, Piece
 from kvstore.gpu_worker.segments import Path, Segments
 from kvstore.gpu_worker.write_buffer import WriteBuffer, regions
 from kvstore.kernels.pages.cpu import INTEGERS
+from kvstore.kernels.self_check import Shape, Wrong, check_kernels
 from kvstore.layout import NamespaceSpec
 from kvstore.types import ChunkKey, GrantResult
 
@@ -44,6 +47,18 @@ GEOMETRIES = (
     Geometry(layers=3, heads=1, head_dim=80, dtype=torch.float16, chunk_tokens=16),
     Geometry(layers=2, heads=3, head_dim=64, dtype=torch.float32, chunk_tokens=32),
 )
+KERNELS_OF = Shape(
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    dtype=torch.bfloat16,
+    chunk_tokens=64,
+    split_tokens=512,
+    tile_sequences=16,
+    pairs=64,
+)
+"""Of an 8B model, as `forward.py` has it; an engine checks its own model's."""
+VOCABULARY = 128_256
 TIMEOUT_S = 30.0
 HOW = {
     Path.DIRECT: "the client copies, into memory of the host",
@@ -293,6 +308,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 ]
             if segments.failure:
                 raise Refused(segments.failure)
+            if not device.in_host_memory:
+                check_kernels(KERNELS_OF, where)
+                check_choice(VOCABULARY, where)
             link = link_bytes_per_s(device, where)
             moved = sum(one.bytes for one in passed)
             finding["detail"] = (
@@ -301,6 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{moved / sum(one.in_s for one in passed) / 1e6:.0f} MB/s, with all that goes with it; "
                 f"{HOW[segments.path]}"
                 + (f"; the link takes {link / 1e9:.1f} GB/s from registered memory" if link else "")
+                + ("" if device.in_host_memory else f"; every kernel gives what it should, {KERNELS_OF}")
                 + (f"; {NO_GPU}" if name == "cpu" and not torch.cuda.device_count() else "")
             )
         except RuntimeError as error:  # no memory left on it, or the context is lost
@@ -308,6 +327,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except Refused as refused:
             finding |= {"ok": False, "detail": segments.failure or str(refused)}
             finding["remedy"] = "do not use this device with the store, and look at its driver and memory"
+        except Wrong as wrong:
+            finding |= {"ok": False, "detail": f"a kernel is wrong: {wrong}", "remedy": OTHER_VERSION}
         except StoreError as error:
             finding |= {"ok": False, "detail": error.message}
             finding["remedy"] = error.remedy or "see the daemon's log"

@@ -1,7 +1,8 @@
 """Which devices have passed the self-check: a file, so that not every start of a worker checks anew.
 
-A verdict counts for one device with one driver, kernel, IOMMU, torch, version of ours, path to the arena and layout of
-KV, and for a while. Only what passed is kept. A byte that differs in service takes the verdicts of its device back.
+A verdict on copies counts for one device with one driver, kernel, IOMMU, torch, version of ours, path to the arena and
+layout of KV; one on kernels for one device with one driver, torch, triton, sources of the kernels and shape: both for a
+while. Only what passed is kept. A byte that differs in service takes the verdicts of its device back.
 """
 
 from __future__ import annotations
@@ -42,6 +43,20 @@ def subject(device: Device, geometry: Geometry, path: str) -> str:
             "path": path,
             "layout": f"{geometry.layers}x{geometry.heads}x{geometry.head_dim} {geometry.dtype} "
             f"{geometry.chunk_tokens}",
+        },
+        sort_keys=True,
+    )
+
+
+def kernels_subject(device: Device, shape: str, *, triton: str, sources: str) -> str:
+    """Of kernels that were compared with what they should give; `sources`: a digest of what they are compiled from."""
+    return json.dumps(
+        {
+            "device": device.identity,
+            "torch": torch.__version__,
+            "triton": triton,
+            "kernels": sources,
+            "shape": shape,
         },
         sort_keys=True,
     )

@@ -116,8 +116,9 @@ def rotate(keys: torch.Tensor, by: Rotation, *, out: torch.Tensor | None = None)
         raise ValueError(f"keys is {list(keys.shape)}: must have 1 to {DIMENSIONS_MAX} dimensions")
     check_rotation(by, keys)
     try:
-        fits = torch.broadcast_shapes(by.cos.shape[:-1], keys.shape[:-1]) == keys.shape[:-1]
-    except RuntimeError:
+        # torch's own takes a second for its imports when it is first called
+        fits = np.broadcast_shapes(by.cos.shape[:-1], keys.shape[:-1]) == keys.shape[:-1]
+    except ValueError:
         fits = False
     if not fits:
         raise ValueError(

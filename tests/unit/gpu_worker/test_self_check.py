@@ -15,6 +15,8 @@ from kvstore.gpu_worker import self_check
 from kvstore.gpu_worker.device import CpuDevice, Device
 from kvstore.gpu_worker.layout import Geometry
 from kvstore.gpu_worker.self_check import GEOMETRIES, Refused, check
+from kvstore.kernels import rotate
+from kvstore.kernels.self_check import Shape
 
 from ...cards import card, on_a_card
 from .conftest import FakeStore
@@ -90,6 +92,8 @@ def findings(
     monkeypatch.setattr("kvstore.client.connect", lambda *given, **named: nullcontext(store.connect()))
     monkeypatch.setattr(self_check, "devices", lambda: iter(devices))
     monkeypatch.setattr(self_check, "LINK_BYTES", 1 << 12)
+    monkeypatch.setattr(self_check, "KERNELS_OF", Shape(2, 1, 16, torch.float16, 16, 32, 2, pairs=8))
+    monkeypatch.setattr(self_check, "VOCABULARY", 96)
     with suppress(SystemExit):
         self_check.main(["--run-dir", "/nowhere"])
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -102,7 +106,23 @@ def test_the_doctor_says_of_each_device_how_fast_it_is(
     given = [("a card", cpu, lambda: EmulatedDevice(late_s=0)), ("cpu", cpu, CpuDevice)]
     card, host = findings(monkeypatch, capsys, store, *given)
     assert card["ok"] and "registered with it; the link takes" in card["detail"]
-    assert host["ok"] and self_check.NO_GPU in host["detail"] and "link" not in host["detail"]
+    assert "every kernel gives what it should, 2/1 heads of 16 float16, chunks of 16" in card["detail"]
+    assert (
+        host["ok"]
+        and "kernel" not in host["detail"]
+        and self_check.NO_GPU in host["detail"]
+        and "link" not in host["detail"]
+    )
+
+
+def test_the_doctor_names_a_kernel_that_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], store: FakeStore
+) -> None:
+    monkeypatch.setattr(rotate.cpu, "rotate", lambda keys, by, out: out.copy_(keys))
+    given = ("a card", torch.device("cpu"), lambda: EmulatedDevice(late_s=0))
+    (card,) = findings(monkeypatch, capsys, store, given)
+    assert not card["ok"] and "a kernel is wrong: rotate, 2/1 heads of 16 float16" in card["detail"]
+    assert "another version of the driver" in card["remedy"]
 
 
 def test_a_device_that_cannot_be_had_is_a_finding(
