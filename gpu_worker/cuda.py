@@ -3,7 +3,8 @@ it enqueues there, copies with `non_blocking=True` and kernels, runs in the orde
 
 Copies from and to shared memory are asynchronous only if it is registered (cudaHostRegister); a registration that fails
 is fatal for the path, since copies from other memory hold up whoever asks for them. Copies of many slices are one call
-where the driver has it (`BatchedCopies`): to ask for a slice takes as long as to copy 250 KB over PCIe.
+where the driver has it (`BatchedCopies`), else those of small slices are one kernel (`small_copies.py`): to ask for a
+slice takes as long as to copy 250 KB over PCIe.
 
 While a graph is captured, nobody may wait for the device as a whole, and calls that allocate or register may wait for
 it unseen: those, from whatever thread, and captures exclude one another.
@@ -13,11 +14,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import pairwise
+from itertools import compress, pairwise
+from operator import not_
 from typing import Any
 
 import numpy as np
@@ -25,7 +28,16 @@ import numpy.typing as npt
 import torch
 
 from kvstore.gpu_worker.device import CannotRegister, DeviceFailed, Event, Graph, Region, Work, view
+from kvstore.gpu_worker.small_copies import (
+    SLICE_BYTES_MAX,
+    SLICES_MIN,
+    TABLES_BYTES,
+    SmallCopies,
+    uses_host_addresses,
+)
 
+Copy = tuple[int, int, int]
+"""To, from, bytes."""
 READ_ONLY = 8
 """cudaHostRegisterReadOnly: for mappings that the daemon has sealed, where the device can
 (cudaDevAttrHostRegisterReadOnlySupported; most cannot)."""
@@ -98,6 +110,7 @@ class CudaDevice:
         """`device`: without a number, the one that is torch's current one now. Threads have current ones of their
         own."""
         number = torch.cuda.current_device() if device.index is None else device.index
+        self._number = number
         self._device = device = torch.device("cuda", number)
         self.compute = CudaStream(device)
         self._streams: list[torch.cuda.Stream] = []
@@ -112,8 +125,9 @@ class CudaDevice:
         self.identity = f"{card.name} {getattr(card, 'uuid', number)} driver {_driver()}"
         self._batched = BatchedCopies.of_driver()
         if self._batched is not None and not self._copies_rightly(self._batched):
-            log.warning("copies in batches are not what they should be on %s: one by one", self.identity)
+            log.warning("copies in batches are not what they should be on %s", self.identity)
             self._batched = None
+        self._small = None if self._batched is not None else self._proven_small_copies()
 
     def stream(self, name: str) -> CudaStream:
         self._streams.append(torch.cuda.Stream(self._device))
@@ -149,57 +163,98 @@ class CudaDevice:
         view(target, source.dtype, source.shape).copy_(source, non_blocking=True)
 
     def copy_all_in(self, pairs: Sequence[tuple[torch.Tensor, npt.NDArray[np.uint8]]]) -> None:
-        plain = [pair for pair in pairs if pair[0].is_contiguous()]
-        if not self._copy_plain(
-            [(target.data_ptr(), source.ctypes.data, target.nbytes) for target, source in plain]
-        ):
-            plain = []
-        for target, source in pairs if not plain else [pair for pair in pairs if not pair[0].is_contiguous()]:
+        together = self._copy_together(
+            [
+                (to.data_ptr(), source.ctypes.data, to.nbytes) if to.is_contiguous() else None
+                for to, source in pairs
+            ]
+        )
+        for target, source in compress(pairs, map(not_, together)):
             self.copy_in(target, source)
 
     def copy_all_out(self, pairs: Sequence[tuple[npt.NDArray[np.uint8], torch.Tensor]]) -> None:
-        plain = [pair for pair in pairs if pair[1].is_contiguous()]
-        if not self._copy_plain(
-            [(target.ctypes.data, source.data_ptr(), source.nbytes) for target, source in plain]
-        ):
-            plain = []
-        for target, source in pairs if not plain else [pair for pair in pairs if not pair[1].is_contiguous()]:
+        together = self._copy_together(
+            [
+                (to.ctypes.data, source.data_ptr(), source.nbytes) if source.is_contiguous() else None
+                for to, source in pairs
+            ]
+        )
+        for target, source in compress(pairs, map(not_, together)):
             self.copy_out(target, source)
 
-    def _copy_plain(self, copies: Sequence[tuple[int, int, int]]) -> bool:
-        """(to, from, bytes) at once, on torch's current stream; False where that is not to be had or not worth it."""
-        if self._batched is None or len(copies) < BATCH_MIN:
-            return False
+    def _copy_together(self, copies: Sequence[Copy | None]) -> list[bool]:
+        """Which of (to, from, bytes) are asked for now, all at once, on torch's current stream; the others are left to
+        the caller: what is no piece of memory (None), and what is not worth it or not to be had."""
         stream = torch.cuda.current_stream(self._device).cuda_stream
         if stream <= NO_STREAM_MAX:
-            return False
-        if code := self._batched(copies, stream):
+            return [False] * len(copies)
+        if self._batched is None:
+            return self._copy_small(copies)
+        chosen = [copy for copy in copies if copy is not None]
+        if len(chosen) < BATCH_MIN:
+            return [False] * len(copies)
+        if code := self._batched(chosen, stream):
             # What of it was asked for is asked for once more, and writes the same
-            log.warning("copies in batches: CUDA error %d; one by one from now on", code)
-            self._batched = None
-        return code == 0
+            log.warning("copies in batches: CUDA error %d; not in batches from now on", code)
+            self._batched, self._small = None, self._proven_small_copies()
+            return [False] * len(copies)
+        return [copy is not None for copy in copies]
 
-    def _copies_rightly(self, batched: BatchedCopies) -> bool:
-        sizes = (1, 4096, 70_000)
-        here, back = ([self.buffer(size) for size in sizes] for _ in range(2))
-        for each in here:
-            each[:] = np.frombuffer(os.urandom(each.nbytes), np.uint8)
+    def _copy_small(self, copies: Sequence[Copy | None]) -> list[bool]:
+        small = [copy is not None and copy[2] <= SLICE_BYTES_MAX for copy in copies]
+        if self._small is None or sum(small) < SLICES_MIN:
+            return [False] * len(copies)
+        try:
+            self._small([copy for copy in compress(copies, small) if copy is not None])
+        except RuntimeError as error:
+            log.warning("copies by a kernel: %s; one by one from now on", error)
+            self._small = None
+            return [False] * len(copies)
+        return small
+
+    def _proven_small_copies(self) -> SmallCopies | None:
+        if not uses_host_addresses(self._number):
+            return None
+        made = SmallCopies(self.buffer(TABLES_BYTES))
+        if self._copies_rightly(lambda copies, stream: made(copies)):
+            return made
+        log.warning("copies by a kernel are not what they should be on %s: one by one", self.identity)
+        return None
+
+    def _copies_rightly(self, copy: Callable[[Sequence[Copy], int], int | None]) -> bool:
+        """Of any sizes, and of multiples of 16 bytes alone."""
+        try:
+            return all(
+                self._copies_there_and_back(copy, sizes) for sizes in ((1, 4096, 70_000), (16, 4096, 70_000))
+            )
+        except Exception as error:  # a driver's, or a compiler's
+            log.warning("%s", error)
+            return False
+
+    def _copies_there_and_back(
+        self, copy: Callable[[Sequence[Copy], int], int | None], sizes: Sequence[int]
+    ) -> bool:
+        """Out of memory that is registered, to the card, and into memory that was allocated for it."""
+        here = np.frombuffer(mmap.mmap(-1, sum(sizes)), np.uint8)
+        here[:] = np.frombuffer(os.urandom(len(here)), np.uint8)
+        parts, back = np.split(here, np.cumsum(sizes[:-1])), [self.buffer(size) for size in sizes]
+        self.register(here)
         try:
             stream = torch.cuda.Stream(self._device)
             with torch.cuda.stream(stream):
                 there = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
                 places = [
-                    [each.ctypes.data for each in here],
+                    [each.ctypes.data for each in parts],
                     [each.data_ptr() for each in there],
                     [each.ctypes.data for each in back],
                 ]
                 for source, to in pairwise(places):
-                    if batched(list(zip(to, source, sizes, strict=True)), stream.cuda_stream):
+                    if copy(list(zip(to, source, sizes, strict=True)), stream.cuda_stream):
                         return False
             stream.synchronize()
-        except RuntimeError:
-            return False
-        return all((one == other).all() for one, other in zip(here, back, strict=True))
+        finally:
+            self.unregister(here.ctypes.data)
+        return all((one == other).all() for one, other in zip(parts, back, strict=True))
 
     def capture(self, work: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
         # "thread_local": other threads go on copying and allocating, which by default would end the capture
@@ -272,7 +327,7 @@ class BatchedCopies:
         except (OSError, AttributeError):
             return None
 
-    def __call__(self, copies: Sequence[tuple[int, int, int]], stream: int) -> int:
+    def __call__(self, copies: Sequence[Copy], stream: int) -> int:
         """(to, from, bytes) in any order among themselves, in order with what else the stream does. CUDA's error."""
         to, source, sizes = (np.array(column, np.uint64) for column in zip(*copies, strict=True))
         attributes = _Attributes(IN_STREAM_ORDER, _Location(), _Location(), BESIDE_COMPUTE)

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.gpu_worker import cuda
+from kvstore.gpu_worker import cuda, small_copies
 from kvstore.gpu_worker.cuda import BatchedCopies, CudaDevice
 from kvstore.gpu_worker.device import CannotRegister, DeviceFailed
+from kvstore.gpu_worker.small_copies import SLICE_BYTES_MAX, SLICES_MIN, TABLE_SLICES, TABLES
+from kvstore.kernels.slices.naive import naive_copy_slices
 
 BOUND_S = 30.0
 LOST = "CUDA error: an illegal memory access was encountered"
@@ -67,7 +69,8 @@ class FakeCuda:
             def __init__(self, *, blocking: bool = False) -> None:
                 self.blocking = blocking
 
-            def record(self, stream: Stream) -> None:
+            def record(self, stream: Stream | None = None) -> None:
+                stream = stream or fake.current.stream
                 fake.say(f"record on {stream.device} {'blocking' if self.blocking else 'spinning'}")
 
             def query(self) -> bool:
@@ -319,6 +322,10 @@ class Driver:
         self.function = Function(call)
 
 
+PROOF = 4
+"""Batches: there and back, of any sizes and of multiples of 16 bytes."""
+
+
 def with_driver(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     monkeypatch.setattr(BatchedCopies, "of_driver", classmethod(lambda cls: cls(driver.function)))
     return CudaDevice(torch.device("cuda", 0))
@@ -341,9 +348,9 @@ def both_ways(device: CudaDevice, sizes: Sequence[int]) -> None:
 def test_many_copies_are_one_call(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     device = with_driver(driver, monkeypatch)
-    assert len(driver.batches) == 2, "there and back"
+    assert len(driver.batches) == PROOF and not fake.registered
     device.stream("read").run(lambda: both_ways(device, (10, 300, 7)))
-    assert driver.batches[2:] == [[10, 300, 7], [10, 300, 7]]
+    assert driver.batches[PROOF:] == [[10, 300, 7], [10, 300, 7]]
     in_stream_order, location, beside_compute = 1, (0, 0), 1
     assert set(driver.attributes) == {(in_stream_order, *location, *location, beside_compute, 1, 0, 0)}
 
@@ -355,7 +362,7 @@ def test_a_copy_by_itself_and_the_default_stream_make_no_batch(
     device = with_driver(driver, monkeypatch)
     device.stream("read").run(lambda: both_ways(device, (10,)))
     device.compute.run(lambda: both_ways(device, (10, 20)))
-    assert len(driver.batches) == 2, "only the proof"
+    assert len(driver.batches) == PROOF
 
 
 def test_a_driver_that_copies_wrongly_is_not_asked_again(
@@ -364,7 +371,7 @@ def test_a_driver_that_copies_wrongly_is_not_asked_again(
     driver = Driver(wrong=True)
     device = with_driver(driver, monkeypatch)
     device.stream("read").run(lambda: both_ways(device, (10, 20)))
-    assert len(driver.batches) == 2 and "not what they should be" in caplog.text
+    assert len(driver.batches) == 2 and "not what they should be" in caplog.text  # there and back, once
 
 
 def test_a_driver_that_refuses_later_loses_nothing(
@@ -377,9 +384,138 @@ def test_a_driver_that_refuses_later_loses_nothing(
     assert "CUDA error 801" in caplog.text
     driver.answers = 0
     device.stream("read").run(lambda: both_ways(device, (10, 20)))
-    assert len(driver.batches) == 2
+    assert len(driver.batches) == PROOF
 
 
 def test_a_driver_without_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BatchedCopies.of_driver("libc.so.6") is None
     assert BatchedCopies.of_driver("libnothing.so.1") is None
+
+
+# ------------------------------------------------------------------------------------ small slices, by a kernel
+
+
+class Kernel:
+    """`copy_slices`, which copies at once."""
+
+    def __init__(self, *, wrong: bool = False) -> None:
+        self.tables: list[list[int]] = []
+        """Of each launch the sizes."""
+        self.fails = ""
+        self.wrong = wrong
+
+    def __call__(self, table: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        if self.fails:
+            raise RuntimeError(self.fails)
+        self.tables.append(table[:, 2].tolist())
+        naive_copy_slices(table - np.array([0, 0, self.wrong]))
+
+
+def with_kernel(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
+    monkeypatch.setattr(small_copies, "copy_slices", kernel)
+    monkeypatch.setattr(cuda, "uses_host_addresses", lambda number: True)
+    return CudaDevice(torch.device("cuda", 0))
+
+
+SIZES = [16 * (1 + number) for number in range(SLICES_MIN)]
+
+
+def test_small_slices_are_one_launch_and_large_ones_copies(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Kernel()
+    device = with_kernel(kernel, monkeypatch)
+    assert [len(table) for table in kernel.tables] == [3] * PROOF and not fake.registered
+    sizes = [SLICE_BYTES_MAX + 1, *SIZES, SLICE_BYTES_MAX]
+    device.stream("read").run(lambda: both_ways(device, sizes))
+    assert kernel.tables[PROOF:] == [[*SIZES, SLICE_BYTES_MAX]] * 2
+
+
+def test_few_slices_and_the_default_stream_are_no_launch(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Kernel()
+    device = with_kernel(kernel, monkeypatch)
+    device.stream("read").run(lambda: both_ways(device, SIZES[1:]))
+    device.compute.run(lambda: both_ways(device, SIZES))
+    assert len(kernel.tables) == PROOF
+
+
+def test_a_table_is_written_again_once_its_kernel_has_run(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Kernel()
+    device = with_kernel(kernel, monkeypatch)
+    fake.calls.clear()
+    many = [1] * (TABLE_SLICES * (TABLES - PROOF) + 5)
+    device.stream("read").run(lambda: both_ways(device, many))
+    launches = TABLES - PROOF + 1
+    assert [len(table) for table in kernel.tables[PROOF:]] == [*[TABLE_SLICES] * (launches - 1), 5] * 2
+    # Of tables that were never used nobody waits for a kernel
+    assert fake.calls.count("synchronize") == 2 * launches - (TABLES - PROOF)
+    assert fake.calls[:2] == ["record on cuda:0 blocking"] * 2
+
+
+def test_a_kernel_that_copies_wrongly_is_not_used(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel = Kernel(wrong=True)
+    device = with_kernel(kernel, monkeypatch)
+    device.stream("read").run(lambda: both_ways(device, SIZES))
+    assert len(kernel.tables) == 2 and "not what they should be" in caplog.text
+
+
+def test_a_kernel_that_cannot_be_launched_loses_nothing(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel = Kernel()
+    device = with_kernel(kernel, monkeypatch)
+    kernel.fails = "no kernel image is available"
+    device.stream("read").run(lambda: both_ways(device, SIZES))
+    assert "no kernel image" in caplog.text
+    kernel.fails = ""
+    device.stream("read").run(lambda: both_ways(device, SIZES))
+    assert len(kernel.tables) == PROOF
+
+
+def test_a_card_that_has_host_memory_elsewhere_gets_no_kernel(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Kernel()
+    monkeypatch.setattr(small_copies, "copy_slices", kernel)
+    device = CudaDevice(torch.device("cuda", 0))
+    device.stream("read").run(lambda: both_ways(device, SIZES))
+    assert not kernel.tables
+
+
+def test_a_driver_that_refuses_batches_later_leaves_the_kernel(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, kernel = Driver(), Kernel()
+    monkeypatch.setattr(BatchedCopies, "of_driver", classmethod(lambda cls: cls(driver.function)))
+    device = with_kernel(kernel, monkeypatch)
+    assert not kernel.tables, "batches are there"
+    driver.answers = 801
+    device.stream("read").run(lambda: both_ways(device, SIZES))
+    assert kernel.tables[PROOF:] == [SIZES], "the way back"
+
+
+def test_host_addresses_are_asked_for_of_the_driver(tmp_path: Any) -> None:
+    assert not small_copies.uses_host_addresses(0, "libnothing.so.1")
+    assert not small_copies.uses_host_addresses(0, "libc.so.6")
+
+    class Library:
+        def __init__(self, **answers: int) -> None:
+            self.answers = {int(name[1:]): value for name, value in answers.items()}
+
+        def cuDeviceGetAttribute(self, found: Any, what: int, number: int) -> int:
+            found._obj.value = self.answers[what]
+            return 0
+
+    unified, at_host_addresses = 41, 91
+    for answers, right in (((1, 1), True), ((1, 0), False), ((0, 1), False)):
+        library = Library(**dict(zip((f"_{unified}", f"_{at_host_addresses}"), answers, strict=True)))
+        assert (
+            all(small_copies._attribute(library, what, 0) for what in (unified, at_host_addresses)) is right  # type: ignore[arg-type]
+        )
+    assert (small_copies._UNIFIED_ADDRESSING, small_copies._HOST_POINTER_OF_REGISTERED) == (41, 91)
