@@ -28,6 +28,7 @@ import numpy.typing as npt
 import torch
 
 from kvstore.gpu_worker.device import CannotRegister, DeviceFailed, Event, Graph, Region, Work, view
+from kvstore.gpu_worker.numa import node_of, prefer, preferring
 from kvstore.gpu_worker.small_copies import (
     SLICE_BYTES_MAX,
     SLICES_MIN,
@@ -122,6 +123,7 @@ class CudaDevice:
         self._runtime: Any = torch.cuda.cudart()
         self.registers_read_only = _registers_read_only(number)
         card = torch.cuda.get_device_properties(device)
+        self.node = node_of(_pci_address(number))
         self.identity = f"{card.name} {getattr(card, 'uuid', number)} driver {_driver()}"
         self._batched = BatchedCopies.of_driver()
         if self._batched is not None and not self._copies_rightly(self._batched):
@@ -134,7 +136,7 @@ class CudaDevice:
         return CudaStream(self._device, self._streams[-1])
 
     def buffer(self, count: int) -> npt.NDArray[np.uint8]:
-        with self._alone, torch.cuda.device(self._device), _told():
+        with self._alone, torch.cuda.device(self._device), _told(), preferring(self.node):
             made: npt.NDArray[np.uint8] = torch.empty(count, dtype=torch.uint8, pin_memory=True).numpy()
         return made
 
@@ -142,6 +144,7 @@ class CudaDevice:
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
         flags = 0 if memory.flags.writeable else READ_ONLY
+        prefer(memory.ctypes.data, memory.nbytes, self.node)  # registering faults it in
         with self._alone, torch.cuda.device(self._device):
             code = int(self._runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, flags))
             if not code:
@@ -349,6 +352,16 @@ def _registers_read_only(number: int) -> bool:
     except (OSError, AttributeError):
         return False
     return code == 0 and found.value == 1
+
+
+def _pci_address(number: int) -> str:
+    """As sysfs names it but for capitals; "" where the driver cannot be asked."""
+    try:
+        found = ctypes.create_string_buffer(32)
+        code = ctypes.CDLL("libcuda.so.1").cuDeviceGetPCIBusId(found, len(found), number)
+    except (OSError, AttributeError):
+        return ""
+    return "" if code else found.value.decode()
 
 
 def _driver() -> str:

@@ -89,6 +89,8 @@ class Device(Protocol):
     identity: str
     in_host_memory: bool
     registers_read_only: bool
+    node: int | None
+    """The NUMA node whose memory is near it; None where there is nothing to choose."""
     captures: bool
     """Whether `capture` is worth calling."""
     tracks: bool
@@ -302,6 +304,7 @@ class CpuDevice(ThreadDevice):
     identity = "cpu"
     in_host_memory = True
     registers_read_only = True
+    node = None
     captures = False
     tracks = False
 

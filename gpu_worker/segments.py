@@ -59,6 +59,12 @@ class Segments:
     def __repr__(self) -> str:
         return f"Segments({self.path.value}, {len(self._sizes)} registered, {self.registered_bytes} bytes)"
 
+    @property
+    def registered(self) -> list[tuple[int, int]]:
+        """(address, bytes) of what is registered."""
+        with self._lock:
+            return list(self._sizes.items())
+
     def attach(self, client: Client) -> None:
         """From now on `client` maps nothing that the device does not know of. Raises Unsupported where what is mapped
         already cannot be registered."""

@@ -16,6 +16,7 @@ import json
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,7 @@ from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.kernel_check import OTHER_VERSION, check_choice
 from kvstore.gpu_worker.layout import Geometry
 from kvstore.gpu_worker.loader import Loader, LoadFailed, Piece
+from kvstore.gpu_worker.numa import nodes_of
 from kvstore.gpu_worker.segments import Path, Segments
 from kvstore.gpu_worker.write_buffer import WriteBuffer, regions
 from kvstore.kernels.pages.cpu import INTEGERS
@@ -266,6 +268,15 @@ def link_bytes_per_s(device: Device, where: torch.device) -> float:
     return LINK_BYTES / min(took)
 
 
+def placement(node: int | None, segments: Segments) -> str:
+    """Where the device's host memory is, on a machine where that makes a difference."""
+    if node is None:
+        return ""
+    pages = sum((nodes_of(*one) for one in segments.registered), Counter())
+    there = ", ".join(f"{count} on node {number}" for number, count in sorted(pages.items())) or "none"
+    return f"; the device is near NUMA node {node}; of the arena's pages that were looked at: {there}"
+
+
 def _named(geometry: Geometry) -> str:
     dtype = str(geometry.dtype).removeprefix("torch.")
     return f"{geometry.heads} x {geometry.head_dim} {dtype}, chunks of {geometry.chunk_tokens}"
@@ -306,6 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 passed = [
                     check(device, where, geometry, client.open, path=segments.path) for geometry in GEOMETRIES
                 ]
+                near = placement(device.node, segments)
             if segments.failure:
                 raise Refused(segments.failure)
             if not device.in_host_memory:
@@ -320,6 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{HOW[segments.path]}"
                 + (f"; the link takes {link / 1e9:.1f} GB/s from registered memory" if link else "")
                 + ("" if device.in_host_memory else f"; every kernel gives what it should, {KERNELS_OF}")
+                + near
                 + (f"; {NO_GPU}" if name == "cpu" and not torch.cuda.device_count() else "")
             )
         except RuntimeError as error:  # no memory left on it, or the context is lost

@@ -18,6 +18,9 @@ UNITS = (16, 8)
 """Elements: 16 bytes are 8 of two bytes."""
 
 
+INT32_MAX = (1 << 31) - 1
+
+
 class Card(NamedTuple):
     """What a program can have on a card."""
 
@@ -36,7 +39,10 @@ SHARED_BYTES_MIN = 99 << 10
 
 
 def unit_of(*strides: int) -> int:
-    """The most of `UNITS` that all strides are multiples of, or 1: kernels get strides in units of it."""
+    """The most of `UNITS` that all strides are multiples of, or 1: kernels get strides in units of it. A stride of 2^31
+    and more has to stay itself: Triton takes what is smaller for 32 bits, and times the unit it would overflow."""
+    if max(strides) > INT32_MAX:
+        return 1
     return next((unit for unit in UNITS if not any(stride % unit for stride in strides)), 1)
 
 

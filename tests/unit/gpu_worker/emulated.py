@@ -145,6 +145,7 @@ class EmulatedDevice(ThreadDevice):
     name = "emulated"
     identity = "emulated 0"
     in_host_memory = False
+    node: int | None = None
     captures = True
     tracks = True
 

@@ -268,6 +268,35 @@ def test_memory_is_registered_as_it_is_mapped_and_a_failure_leaves_nothing(fake:
         device.unregister(1 << 20)
 
 
+def test_host_memory_is_asked_for_near_the_card(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is faulted in."""
+    preferred: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(cuda, "node_of", lambda pci: {"0000:A1:00.0": 1}.get(pci))
+    monkeypatch.setattr(cuda, "_pci_address", lambda number: ("0000:17:00.0", "0000:A1:00.0")[number])
+
+    def prefer(address: int, size: int, node: int) -> None:
+        assert not fake.registered
+        preferred.append((address, size, node))
+
+    @contextmanager
+    def preferring(node: int) -> Iterator[None]:
+        fake.calls.append(f"near {node}")
+        yield
+        fake.calls.append("anywhere")
+
+    monkeypatch.setattr(cuda, "prefer", prefer)
+    monkeypatch.setattr(cuda, "preferring", preferring)
+    device, memory = CudaDevice(torch.device("cuda", 1)), np.zeros(64, np.uint8)
+    device.buffer(8)
+    assert fake.calls == ["near 1", "pinned", "anywhere"]
+    device.register(memory)
+    assert preferred == [(memory.ctypes.data, 64, 1)] and fake.registered
+
+
+def test_a_card_without_a_driver_has_no_address() -> None:
+    assert cuda._pci_address(0) == ""
+
+
 def test_the_runtime_of_this_process_is_asked_to_forget() -> None:
     """Under whatever name, in whatever folder it was loaded."""
     ctypes.CDLL("libc.so.6")

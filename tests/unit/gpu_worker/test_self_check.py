@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -112,6 +113,27 @@ def test_the_doctor_says_of_each_device_how_fast_it_is(
         and "kernel" not in host["detail"]
         and self_check.NO_GPU in host["detail"]
         and "link" not in host["detail"]
+    )
+
+
+def test_the_doctor_says_where_the_pages_are_that_a_card_copies_from(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], store: FakeStore
+) -> None:
+    device = EmulatedDevice(late_s=0)
+    device.node = 1
+    looked: list[tuple[int, int]] = []
+
+    def nodes_of(address: int, size: int) -> Counter[int]:
+        looked.append((address, size))
+        return Counter({0: 1, 1: 2})
+
+    monkeypatch.setattr(self_check, "nodes_of", nodes_of)
+    (card,) = findings(monkeypatch, capsys, store, ("a card", torch.device("cpu"), lambda: device))
+    assert looked and card["ok"], "what is registered is looked at while it is mapped"
+    told = f"{len(looked)} on node 0, {2 * len(looked)} on node 1"
+    assert (
+        f"; the device is near NUMA node 1; of the arena's pages that were looked at: {told}"
+        in card["detail"]
     )
 
 

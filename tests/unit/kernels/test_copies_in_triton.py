@@ -5,10 +5,12 @@ See test_triton.py. The interpreter cuts float32 to bf16 instead of rounding, so
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,7 +36,7 @@ compiled = pytest.mark.skipif(INTERPRETED, reason="Triton interprets in this pro
 @compiled
 @pytest.mark.timeout(300)
 def test_interpreted() -> None:
-    assert interpreted_passes(__file__) == 34
+    assert interpreted_passes(__file__) == 36
 
 
 @interpreted
@@ -77,6 +79,19 @@ def test_interpreter_leaves_frequencies_of_zero_alone(interleaved: bool) -> None
     rotation_kernel.rotate(keys, by.map(lambda table: table.expand(2, 4)), out)
     places = [0, 1, 4, 5, 6, 7] if interleaved else [0, 2, 3, 4, 6, 7]
     assert same(out[:, places], keys[:, places])
+
+
+@interpreted
+@pytest.mark.parametrize("stride", [(1 << 31) + 32, 1 << 32])
+def test_interpreter_rotates_what_lies_far_apart(stride: int) -> None:
+    """More than 2^31 elements, of which nearly none is touched."""
+    far = torch.from_numpy(np.frombuffer(mmap.mmap(-1, 2 * (stride + 64)), np.float16))
+    keys = far.as_strided((2, 4, 16), (stride, 16, 1))
+    keys.copy_(draw(2, 4, 16, dtype=torch.float16))
+    out = torch.empty(2, 4, 16, dtype=torch.float16)
+    by = rotation(3, frequencies(8))
+    rotation_kernel.rotate(keys, by.map(lambda table: table.expand(2, 4, 8)), out)
+    assert_close(out, naive_rotate(keys, 3, frequencies(8)), 8, interleaved=False)
 
 
 CASES = [
