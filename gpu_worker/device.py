@@ -304,7 +304,7 @@ class CpuDevice(ThreadDevice):
     identity = "cpu"
     in_host_memory = True
     registers_read_only = True
-    node = None
+    node: int | None = None
     captures = False
     tracks = False
 

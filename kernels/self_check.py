@@ -11,6 +11,7 @@ checks kernels that are interpreted on a CPU, and those for a CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -382,11 +383,10 @@ def _check_write(shape: Shape, device: torch.device) -> Iterator[Result]:
     numbers = [4, 1, NOWHERE, 2, 0]
     places = [0, size - 1, 0, size // 2, size - 1]
     new = _random_bits((2, shape.kv_heads, len(numbers), shape.head_dim), shape.dtype).transpose(1, 2)
-    options = {"pool_chunks": chunks, "chunk_tokens": size}
+    slots = partial(Slots.of, numbers, places, pool_chunks=chunks, chunk_tokens=size)
     there = pool.to(device, copy=True)
-    slots = Slots.of(numbers, places, **options, device=device)  # type: ignore[arg-type]
-    write_kv(*there.unbind(1), slots, *new.to(device))
-    exact = naive_write_kv(*pool.unbind(1), Slots.of(numbers, places, **options), *new)  # type: ignore[arg-type]
+    write_kv(there[:, 0], there[:, 1], slots(device=device), new[0].to(device), new[1].to(device))
+    exact = naive_write_kv(pool[:, 0], pool[:, 1], slots(), new[0], new[1])
     yield Result(f"{len(numbers)} tokens", there, torch.stack(exact, 1))
 
 
@@ -420,19 +420,27 @@ def _check_pages(shape: Shape, device: torch.device) -> Iterator[Result]:
     blocks = 9 + 2 * shape.chunk_tokens // block
     tokens = len(numbers) * block - block // 2
     of_pool = (blocks, 2, shape.kv_heads, block, shape.head_dim)
-    options = {"blocks": blocks, "block_tokens": block, "chunk_tokens": shape.chunk_tokens, "tokens": tokens}
-    table = BlockTable.of(numbers, **options)  # type: ignore[arg-type]
-    table_there = BlockTable.of(numbers, **options, device=device)  # type: ignore[arg-type]
+    made = partial(
+        BlockTable.of,
+        numbers,
+        blocks=blocks,
+        block_tokens=block,
+        chunk_tokens=shape.chunk_tokens,
+        tokens=tokens,
+    )
+    table, table_there = made(), made(device=device)
     one = (2, shape.kv_heads, shape.chunk_tokens, shape.head_dim)
     slices = _random_bits((table.chunks, *one), shape.dtype)
     plain = _random_bits(of_pool, shape.dtype)
     tokens_first = plain.permute(0, 1, 3, 2, 4).contiguous().permute(0, 1, 3, 2, 4)
     for layout, pool in (("ours", plain), ("tokens first", tokens_first)):
         there, gathered = (each.to(device, copy=True) for each in (pool, slices))
-        gather(*there.unbind(1), table_there, gathered)
-        yield Result(f"gather, {layout}", gathered, naive_gather(*pool.unbind(1), table, slices))
-        scatter(*there.unbind(1), table_there, slices.to(device))
-        exact = torch.stack(naive_scatter(*pool.unbind(1), table, slices), 1)
+        keys, values = pool.unbind(1)
+        keys_there, values_there = there.unbind(1)
+        gather(keys_there, values_there, table_there, gathered)
+        yield Result(f"gather, {layout}", gathered, naive_gather(keys, values, table, slices))
+        scatter(keys_there, values_there, table_there, slices.to(device))
+        exact = torch.stack(naive_scatter(keys, values, table, slices), 1)
         yield Result(f"scatter, {layout}", there, exact)
     if shape.pairs:
         yield from _check_moved_pages(shape, table, table_there, torch.zeros(of_pool, dtype=shape.dtype))
@@ -449,9 +457,11 @@ def _check_moved_pages(
     deltas = 100 * torch.arange(table.chunks).unsqueeze(1)
     there = pool.to(device, copy=True)
     by = rotation(deltas.to(device), inv_freq, interleaved=shape.interleaved)
-    scatter(*there.unbind(1), table_there, slices.to(device), by=by)
+    scatter(there[:, 0], there[:, 1], table_there, slices.to(device), by=by)
+    keys, values = pool.double().unbind(1)
     exact = naive_scatter(
-        *pool.double().unbind(1),
+        keys,
+        values,
         table,
         slices.double(),
         deltas=deltas,
