@@ -440,3 +440,5 @@ class Hint:
     keys: tuple[ChunkKey, ...] = ()
     tokens: tuple[int, ...] = ()
     """Token ids of the job's prompt, of whose full chunks the client library makes keys."""
+    namespace: NamespaceId | None = None
+    """Of hints by model: the one in which `keys` are names; None: that which has most of them."""

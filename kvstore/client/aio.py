@@ -31,6 +31,7 @@ from kvstore.types import (
     GrantResult,
     Hint,
     HintAction,
+    NamespaceId,
     Outcome,
     Protection,
     Reason,
@@ -131,6 +132,11 @@ class AsyncClient:
         self, model: str, tokens: Tokens, *, timeout_s: float | None = None
     ) -> list[ChunkKey]:
         return await asyncio.to_thread(self._client.prompt_keys, model, tokens, timeout_s=timeout_s)
+
+    async def prompts(
+        self, model: str, tokens: Tokens, *, timeout_s: float | None = None
+    ) -> list[tuple[NamespaceId, list[ChunkKey]]]:
+        return await asyncio.to_thread(self._client.prompts, model, tokens, timeout_s=timeout_s)
 
     async def route(
         self,

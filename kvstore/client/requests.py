@@ -144,6 +144,17 @@ def queue_request(
 def _hint(where: str, hint: Hint, keys_of: KeysOf | None, prompts_of: PromptsOf | None) -> hints_pb2.Hint:
     one_of(where, hint, Hint)
     keys = _keys_named(where, hint, keys_of)
+    prompts = _prompts_named(hint, prompts_of)
+    if hint.namespace is not None:
+        if prompts_of is None or not keys:
+            raise BadRequest(
+                "is of hints by model that name keys",
+                field=f"{where}.namespace",
+                value=hint.namespace,
+                remedy="publish with Client.publish_queue, and name keys of this namespace",
+            )
+        prompts = [hints_pb2.Prompt(namespace_id=whole(f"{where}.namespace", hint.namespace), keys=keys)]
+        keys = ()
     session = hint.session
     return hints_pb2.Hint(
         job=_check_job(f"{where}.job", hint.job),
@@ -152,7 +163,7 @@ def _hint(where: str, hint: Hint, keys_of: KeysOf | None, prompts_of: PromptsOf 
         if session or not isinstance(session, bytes)
         else b"",
         keys=keys,
-        prompts=_prompts_named(hint, prompts_of),
+        prompts=prompts,
     )
 
 

@@ -186,8 +186,15 @@ class Client:
         """Keys of all full chunks of a prompt, as whoever stores the KV of `model` makes them: in the namespace that
         was opened last of those whose hashes are known here. Raises NotFound, Unsupported (there is none; see
         `client.prompts`), and other StoreErrors."""
+        return self.prompts(model, tokens, timeout_s=timeout_s)[0][1]
+
+    def prompts(
+        self, model: str, tokens: Tokens, *, timeout_s: float | None = None
+    ) -> list[tuple[NamespaceId, list[ChunkKey]]]:
+        """The same in each of the model's namespaces whose hashes are known here (of at most HASHED_MAX), the one that
+        was opened last first."""
         rows = self._models.namespaces(text("model", model), timeout_s, age_max_s=FRESH_S)
-        return prompts_of(rows, tokens)[0][1]
+        return prompts_of(rows, tokens)
 
     def route(
         self,

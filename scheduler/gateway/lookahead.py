@@ -1,19 +1,22 @@
 """What the daemon is told of requests that wait, and of those that will come.
 
 A prompt's token ids come from the request, or from a server's `/tokenize`, which knows the model's tokenizer and chat
-template; their chunk keys are made here (`client.prompts`), once for each request. Jobs are told as changes, under the
-number that they came with, which is also their position. Nobody waits for any of it.
+template; their chunk keys are made here (`client.prompts`), in each namespace of the model: which server takes a
+request is not known before its turn, and servers of other versions, layouts or parallel shapes have KV of their own.
+Jobs are told as changes, at the position of the number that their request came with. Nobody waits for any of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import time
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -22,7 +25,7 @@ import httpx
 from kvstore.client import ActionKind, AsyncClient, Hint, HintAction, connect_async
 from kvstore.errors import NotFound, StoreError, Unsupported
 from kvstore.scheduler.gateway.dispatch import Asked, Dispatcher, Ticket
-from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey
+from kvstore.types import KEYS_PER_REQUEST_MAX, NamespaceId
 
 TTL_MS = 30_000
 TIMEOUT_S = 1.0
@@ -36,6 +39,8 @@ TOKENIZING_MAX = 4
 TOKENIZE_S = 10.0
 TOLD_MAX = 1_024
 """How far into the queue hints reach: the daemon clips them to the memory it has."""
+NAMESPACES_MAX = 8
+"""Of a model: those that were opened last are told of each request."""
 SESSIONS_MAX = 4_096
 SESSION_TOKENS_MAX = 1 << 25
 """Of the last prompts of all sessions, in 4 bytes each."""
@@ -51,6 +56,15 @@ TEMPLATE = (
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class Waiting:
+    """A request, as far as it is known. Empty: it is not."""
+
+    tokens: Sequence[int] = ()
+    hints: Sequence[Hint] = ()
+    """One for each namespace, all at the request's position."""
+
+
 class LookAhead:
     """`counters`: told (jobs), unknown (prompts of which no token ids were to be had), failed (messages that were not
     heard), expected (presence hints that the daemon took), routed and unrouted (requests of which it was known
@@ -63,9 +77,12 @@ class LookAhead:
         self._dispatcher = dispatcher
         self._http = http
         self._client: AsyncClient | None = None
-        self._keys: dict[int, list[ChunkKey]] = {}
-        """Of tickets that wait, by number; empty: not known."""
-        self._told: set[int] = set()
+        self._waiting: dict[int, Waiting] = {}
+        """By the numbers of tickets."""
+        self._told: dict[bytes, Hint] = {}
+        """By job."""
+        self._namespaces: tuple[NamespaceId, ...] = ()
+        """Of the model, as the daemon said last."""
         self._sessions: OrderedDict[str, array[int]] = OrderedDict()
         """Token ids of a session's last prompt."""
         self._session_tokens = 0
@@ -97,26 +114,49 @@ class LookAhead:
     # ------------------------------------------------------------------------------------------------- who waits
 
     def _waits(self, ticket: Ticket) -> None:
-        if len(self._keys) < TOLD_MAX:
-            self._keys[ticket.number] = []
-            self._spawn(self._find_keys(ticket))
+        if len(self._waiting) < TOLD_MAX:
+            waiting = self._waiting[ticket.number] = Waiting()
+            self._spawn(self._look(ticket, waiting))
 
     def _left(self, ticket: Ticket) -> None:
-        if self._keys.pop(ticket.number, None) is None:
+        if self._waiting.pop(ticket.number, None) is None:
             return
         self._changed.set()
-        if len(self._dispatcher) > len(self._keys):
-            untold = (other for other in self._dispatcher.waiting if other.number not in self._keys)
+        if len(self._dispatcher) > len(self._waiting):
+            untold = (other for other in self._dispatcher.waiting if other.number not in self._waiting)
             for following in islice(untold, 1):
                 self._waits(following)
 
-    async def _find_keys(self, ticket: Ticket) -> None:
-        keys = await self._keys_of(await self._tokens_of(ticket.asked))
-        if not keys:
+    async def _look(self, ticket: Ticket, waiting: Waiting) -> None:
+        waiting.tokens = await self._tokens_of(ticket.asked)
+        await self._name(ticket.number, waiting)
+        if not waiting.hints:
             self.counters["unknown"] += 1
-        elif ticket.number in self._keys:
-            self._keys[ticket.number] = keys
+
+    async def _name(self, number: int, waiting: Waiting) -> None:
+        """Makes the hints of a request; those that were made before stay if there is nothing to make others of."""
+        client = self._client
+        if client is None or not waiting.tokens:
+            return
+        try:
+            model = await self._store_model(client)
+            prompts = await client.prompts(model, waiting.tokens, timeout_s=TIMEOUT_S)
+        except StoreError as error:
+            self._complain(error)
+            return
+        hints = [
+            Hint(b"%d.%d" % (number, where), number, keys=tuple(keys[:KEYS_PER_REQUEST_MAX]), namespace=where)
+            for where, keys in prompts[:NAMESPACES_MAX]
+            if keys
+        ]
+        if hints != waiting.hints:
+            waiting.hints = hints
             self._changed.set()
+
+    async def _name_anew(self) -> None:
+        """The model has other namespaces."""
+        for number, waiting in list(self._waiting.items()):
+            await self._name(number, waiting)
 
     def answered(self, ticket: Ticket) -> None:
         """Its session will come again, with all that it had now at its beginning."""
@@ -138,6 +178,8 @@ class LookAhead:
         """Empty: they are not to be had."""
         body = asked.body
         prompt = body.get("prompt")
+        if body.get("cache_salt"):  # part of the server's hashes
+            return []
         if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
             return prompt
         ask: dict[str, Any] = {"model": body.get("model")}
@@ -163,27 +205,16 @@ class LookAhead:
             return []
         return []
 
-    async def _keys_of(self, tokens: Sequence[int]) -> list[ChunkKey]:
-        client = self._client
-        if client is None or not tokens:
-            return []
-        try:
-            keys = await client.prompt_keys(await self._store_model(client), tokens, timeout_s=TIMEOUT_S)
-        except StoreError as error:
-            self._complain(error)
-            return []
-        return keys[:KEYS_PER_REQUEST_MAX]
-
     async def costs(self, asked: Asked) -> dict[str, float]:
         """By node: what it costs to have there what any node holds of this prompt. Empty: that is not known within
         ROUTE_S, which is the longest that a request waits for it."""
         try:
             async with asyncio.timeout(ROUTE_S):
-                keys = await self._keys_of(await self._tokens_of(asked))
-                client = self._client
-                if client is None or not keys:
+                tokens, client = await self._tokens_of(asked), self._client
+                if client is None or not tokens:
                     return {}
-                reply = await client.route(self._model, keys=keys, timeout_s=ROUTE_S)
+                model = await self._store_model(client)
+                reply = await client.route(model, tokens=tokens, timeout_s=ROUTE_S)
         except (TimeoutError, StoreError):
             self.counters["unrouted"] += 1
             return {}
@@ -208,19 +239,20 @@ class LookAhead:
     # --------------------------------------------------------------------------------------------------- presence
 
     async def expect(self, asked: Asked, eta_ms: int, ttl_ms: int) -> dict[str, Any]:
-        """Somebody types, or a tool runs: the session's chunks, or those of the prompt, are wanted in `eta_ms`."""
+        """Somebody types, or a tool runs: the session's chunks, or those of the prompt, are wanted in `eta_ms`, in the
+        namespace that has most of them: what is kept for it counts against the tenant's share, there or not."""
         session = str(asked.body.get("session_id") or "")
         tokens: Sequence[int] = await self._tokens_of(asked)
         if not tokens:
             tokens = self._sessions.get(session, ())
-        keys = await self._keys_of(tokens)
         client = self._client
-        if client is None or not keys:
+        if client is None or not tokens:
             return {"result": "rejected", "chunks": 0, "why": "no store, or no known prompt of this session"}
-        name = (session or f"prompt {keys[-1].hex()}").encode(errors="replace")[-JOB_NAME_BYTES_MAX:]
-        action = HintAction(name, ActionKind.EXPECT, keys=tuple(keys), ttl_ms=ttl_ms, eta_ms=eta_ms)
+        name = (session or f"prompt {_digest(tokens)}").encode(errors="replace")[-JOB_NAME_BYTES_MAX:]
+        action = HintAction(name, ActionKind.EXPECT, tokens=tuple(tokens), ttl_ms=ttl_ms, eta_ms=eta_ms)
         try:
-            answer = await client.apply_actions(self._model, [action], timeout_s=TIMEOUT_S)
+            model = await self._store_model(client)
+            answer = await client.apply_actions(model, [action], timeout_s=TIMEOUT_S)
         except StoreError as error:
             self.counters["failed"] += 1
             return {"result": "rejected", "chunks": 0, "why": str(error)}
@@ -251,16 +283,14 @@ class LookAhead:
         assert client is not None
         now = time.monotonic()
         anew = client.boot_id != self._boot or now >= self._renew_at
-        known = {number: keys for number, keys in self._keys.items() if keys}
-        if not (anew and (known or self._told)) and known.keys() == self._told:
+        waiting = [hint for _, each in sorted(self._waiting.items()) for hint in each.hints]
+        hints = [hint for hint in waiting if anew or self._told.get(hint.job) is not hint]
+        names = {hint.job for hint in waiting}
+        gone = [] if anew else [job for job in self._told if job not in names][:KEYS_PER_REQUEST_MAX]
+        if not (hints or gone or (anew and self._told)):
             return
         self._changed.clear()
         boot = client.boot_id
-        hints = [
-            Hint(b"%d" % number, number, keys=tuple(keys))
-            for number, keys in sorted(known.items())
-            if anew or number not in self._told
-        ]
         few: list[Hint] = []
         count = 0
         for hint in hints:  # what is over comes with the next message
@@ -269,17 +299,25 @@ class LookAhead:
                 self._changed.set()
                 break
             few.append(hint)
-        gone = [] if anew else [b"%d" % number for number in self._told - known.keys()]
-        await client.publish_queue(
+        answer = await client.publish_queue(
             await self._store_model(client),
             few,
-            removed=gone[:KEYS_PER_REQUEST_MAX],
+            removed=gone,
             snapshot=anew,
             ttl_ms=TTL_MS,
             timeout_s=TIMEOUT_S,
         )
-        told = {hint.position for hint in few}
-        self._told = told if anew else (self._told & known.keys()) | told
-        self.counters["told"] += len(few)
         if anew:
+            self._told.clear()
             self._boot, self._renew_at = boot, now + TTL_MS / 3000
+        for job in gone:
+            del self._told[job]
+        self._told.update((hint.job, hint) for hint in few)
+        self.counters["told"] += len({hint.position for hint in few})
+        if self._namespaces != answer.namespaces:
+            self._namespaces = answer.namespaces
+            self._spawn(self._name_anew())
+
+
+def _digest(tokens: Sequence[int]) -> str:
+    return hashlib.blake2b(repr(tokens).encode(), digest_size=16).hexdigest()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -322,10 +323,16 @@ def test_too_many_are_refused(servers: list[OpenAi], gateway: Callable[..., str]
 
 
 @pytest.fixture
-def client(start_daemon: Callable[..., Any], run_dir: Path) -> Iterator[Client]:
+def connected(start_daemon: Callable[..., Any], run_dir: Path) -> Iterator[Callable[[], Client]]:
+    """connected() -> one more client"""
     daemon = start_daemon(**{**SMALL_SSD, "ssd_dir": run_dir.parent / "ssd"})
-    with contextlib.closing(client_of(daemon)) as client:
-        yield client
+    with contextlib.ExitStack() as clients:
+        yield lambda: clients.enter_context(contextlib.closing(client_of(daemon)))
+
+
+@pytest.fixture
+def client(connected: Callable[[], Client]) -> Client:
+    return connected()
 
 
 @pytest.fixture
@@ -364,6 +371,63 @@ def test_what_waits_is_in_dram_when_its_turn_comes(
         server.go.set()
     assert waits.result().status_code == 200 and all(each.result().status_code == 200 for each in busy)
     eventually(lambda: queued(client) == 0)
+
+
+def needed(client: Client) -> list[bool]:
+    """Whether somebody waits for all chunks of PROMPT, in each namespace, the one opened last first."""
+    found = []
+    for number, keys in client.prompts(SPEC.model, token_ids(PROMPT)):
+        ask = stats_pb2.ExplainRequest(namespace_id=number, keys=keys)
+        chunks = client.unary(stats_pb2_grpc.StatsStub, "Explain", ask).chunks
+        found.append(all(chunk.needed for chunk in chunks))
+    return found
+
+
+def test_what_waits_is_told_in_each_namespace_of_its_model(
+    servers: list[OpenAi],
+    gateway: Callable[..., str],
+    space: Namespace,
+    client: Client,
+    connected: Callable[[], Client],
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two versions beside one another: whichever server has room takes the request. A third comes while it waits."""
+    monkeypatch.setattr(lookahead, "TTL_MS", 3_000)
+    other = connected().open(replace(SPEC, layout_fingerprint="test:other bytes"))
+    spaces = {each: each.keys(token_ids(PROMPT)) for each in (space, other)}
+    for each, keys in spaces.items():
+        save(each, keys)
+    for each, keys in spaces.items():
+        demote(each, keys, filler=1)
+    url = gateway(run_dir=str(run_dir))
+    for number in range(2):
+        Asking(url, {"prompt": [number]})
+    eventually(lambda: all(server.asked for server in servers))
+    waits = Asking(url, {"prompt": token_ids(PROMPT)})
+    for each, keys in spaces.items():
+        eventually(lambda each=each, keys=keys: each.match(keys).outcomes.count(0) == len(keys))
+    assert queued(client) == 2
+    assert figure(url, "attnstore_gateway_hints_told_total") == 1, "of one request"
+    third = connected().open(replace(SPEC, tensor_parallel=2))
+    save(third, third.keys(token_ids(PROMPT)))
+    eventually(lambda: needed(client) == [True] * 3)
+    for server in servers:
+        server.go.set()
+    assert waits.result().status_code == 200
+    eventually(lambda: queued(client) == 0)
+
+
+def test_a_prompt_with_a_cache_salt_is_not_told_by_other_keys(
+    servers: list[OpenAi], gateway: Callable[..., str], space: Namespace, client: Client, run_dir: Path
+) -> None:
+    url = gateway(run_dir=str(run_dir))
+    for number in range(2):
+        Asking(url, {"prompt": [number]})
+    eventually(lambda: all(server.asked for server in servers))
+    Asking(url, {"prompt": token_ids(PROMPT), "cache_salt": "alice"})
+    eventually(lambda: figure(url, "attnstore_gateway_hints_unknown_total") == 1)
+    assert queued(client) == 0
 
 
 def test_prompts_of_token_ids_need_no_tokenizer(

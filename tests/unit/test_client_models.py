@@ -9,8 +9,9 @@ import pytest
 from kvstore import wire
 from kvstore.client import ActionKind, Hint, HintAction
 from kvstore.client.models import Models
+from kvstore.client.requests import queue_request
 from kvstore.client.sync import Client
-from kvstore.errors import NotFound, Unsupported
+from kvstore.errors import BadRequest, NotFound, Unsupported
 from kvstore.keys import exact_chain
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.types import HintResult
@@ -67,6 +68,9 @@ class Daemon:
     def _of_model(self, *args: Any) -> Any:
         return Client._of_model(self, *args)  # type: ignore[arg-type]
 
+    def prompts(self, *args: Any, **named: Any) -> Any:
+        return Client.prompts(self, *args, **named)  # type: ignore[arg-type]
+
     def publish(self, *hints: Hint, **named: Any) -> Any:
         return Client.publish_queue(self, "m", hints, **named)  # type: ignore[arg-type]
 
@@ -112,6 +116,20 @@ def test_of_tokens_each_namespace_has_keys_of_its_own(daemon: Daemon) -> None:
     assert [row.namespace_id for row in daemon.rows] == [4]
     with pytest.raises(Unsupported, match="hash_protocol"):
         daemon.publish(Hint(b"job", 0, tokens=TOKENS))
+
+
+def test_a_hint_names_keys_of_one_namespace(daemon: Daemon) -> None:
+    made = Client.prompts(daemon, "m", TOKENS)  # type: ignore[arg-type]
+    assert [(number, len(keys)) for number, keys in made] == [(3, 4), (2, 2)]
+    (_, _), (number, keys) = made
+    hint = Hint(b"job", 0, keys=tuple(keys), namespace=number)
+    daemon.publish(hint)
+    assert prompts(daemon.heard[-1]) == {2: 2}
+    assert not daemon.heard[-1].hints[0].keys, "they are nobody else's"
+    with pytest.raises(BadRequest, match=r"hints\[0\]\.namespace"):
+        daemon.publish(Hint(b"job", 0, session=b"a", namespace=number))
+    with pytest.raises(BadRequest, match=r"hints\[0\]\.namespace"):
+        queue_request([hint], removed=(), snapshot=True, ttl_ms=0)
 
 
 def test_what_is_opened_later_is_noticed_with_the_next_answer(daemon: Daemon) -> None:
