@@ -1199,6 +1199,23 @@ def test_what_was_not_committed_is_not_said_to_be_there(ok: bool) -> None:
     assert store.touched == [b"b"], "computed again: a use that no lookup has told of"
 
 
+def test_new_weights_find_room_in_a_full_store(model: Path, folder: Path) -> None:
+    """Each update has a namespace of its own, whose first segment is another one's until all have unmapped it."""
+    daemon = Daemon(folder / "full", dram_bytes=3 << 20, segment_bytes=1 << 20)
+    engine = Rig(model, daemon.run_dir)
+    try:
+        tokens = prompt(78, 300)
+        for number in range(6):
+            update(engine, number)
+            assert engine.scheduler.reset_prefix_cache()
+            assert engine.run(tokens) == 0
+            assert engine.scheduler.reset_prefix_cache()
+            assert engine.run(tokens) == 288, f"after update {number}"
+    finally:
+        engine.close()
+        daemon.stop()
+
+
 class Recorder(FullStore):
     """Grants everything; keeps who asked to save what, and where. The first write waits."""
 

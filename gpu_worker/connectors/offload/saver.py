@@ -28,6 +28,11 @@ UNVERIFIED_MAX = 16_384
 RECALL_S = 5.0
 ALREADY = (GrantResult.ALREADY, GrantResult.BUSY)
 """BUSY: somebody else is saving the same chunk just now."""
+FULL_AGAIN_S = 0.05
+"""When the store has no room for a part, it is asked again after so long: the segment that a new namespace gets from
+another one comes only when all workers have unmapped it."""
+FULL_S = 2.0
+"""For no longer: meanwhile the engine cannot use the rows."""
 PASSING = (Unavailable, DeadlineExceeded, Precondition)
 """Says nothing about the next time."""
 log = logging.getLogger(__name__)
@@ -146,8 +151,9 @@ class RowSaver:
             blocks_already=len(already),
         )
         refused = [numbers[index] for index, result in enumerate(batch.results) if result is GrantResult.FULL]
-        if region is None and granted and refused and not transfer.over:
-            # The daemon may lend less staging memory than a part needs: it is free again now.
+        # The daemon may lend less staging memory than a part needs: it is free again now.
+        soon = region is None and granted
+        if refused and not transfer.over and (soon or _pause(transfer)):
             return self._save_part(namespace, transfer, refused, parents)
         return True
 
@@ -204,3 +210,11 @@ class RowSaver:
                 self._adoptable = False
                 log.warning("rows go through staging memory: %s", error)
         return self._region
+
+
+def _pause(transfer: Transfer) -> bool:
+    """Before the store is asked for room again; False: it was asked for long enough."""
+    if time.monotonic() - transfer.begun > FULL_S or transfer.left_s <= FULL_AGAIN_S:
+        return False
+    time.sleep(FULL_AGAIN_S)
+    return not transfer.over

@@ -37,6 +37,9 @@ UNVERIFIED_MAX = 16_384
 """Batches remembered until the weights that have computed them are verified."""
 ALREADY = (GrantResult.ALREADY, GrantResult.BUSY)
 """BUSY: somebody else is saving the same chunk just now."""
+FULL_AGAIN_S = 0.05
+"""When the store has no room for a block, it is asked again after so long: the segment that a new namespace gets from
+another one comes only when all workers have unmapped it."""
 log = logging.getLogger(__name__)
 
 
@@ -50,6 +53,8 @@ class Copied:
     shard: Shard
     ready: Event | None = None
     """When the copy is there; None: it is."""
+    until: float = 0.0
+    """So long (time.monotonic) the store is asked again if it has no room."""
 
 
 class Saver:
@@ -145,9 +150,10 @@ class Saver:
                     return
                 batch = self._take()
                 self._busy = max(1, len(batch))
+            again: list[Copied] = []
             try:
                 if batch:
-                    self._save(batch)
+                    again = self._save(batch)
                 else:
                     self._recall()
             except StoreError as error:
@@ -158,10 +164,18 @@ class Saver:
                 log.exception("a save failed")
                 self._tally.add(blocks_refused=len(batch))
             finally:
-                with self._changed:
-                    self._busy = 0
-                    self._free += [copied.shard for copied in batch]
-                    self._changed.notify_all()
+                self._end(batch, again)
+
+    def _end(self, batch: Sequence[Copied], again: Sequence[Copied]) -> None:
+        """Of the batch, those in `again` come first with the next one, after a pause."""
+        waiting = set(map(id, again))
+        with self._changed:
+            self._busy = 0
+            self._free += [copied.shard for copied in batch if id(copied) not in waiting]
+            self._queue.extendleft(reversed(again))
+            self._changed.notify_all()
+            if again:
+                self._changed.wait_for(lambda: self._closing, FULL_AGAIN_S)
 
     def _recall(self) -> None:
         with self._changed:
@@ -193,7 +207,8 @@ class Saver:
             self._queue.popleft()
         return batch
 
-    def _save(self, batch: Sequence[Copied]) -> None:
+    def _save(self, batch: Sequence[Copied]) -> list[Copied]:
+        """Those for which there is no room yet."""
         for ready in {
             id(copied.ready): copied.ready for copied in batch if copied.ready is not None
         }.values():
@@ -201,7 +216,7 @@ class Saver:
         namespace = self._link.namespace(batch[0].spec, self._save_s)
         if namespace is None:
             self._tally.add(blocks_dropped=len(batch))
-            return
+            return []
         with namespace.write(
             [copied.key for copied in batch],
             parents=[copied.parent for copied in batch],
@@ -231,6 +246,12 @@ class Saver:
             ]
             if again:
                 namespace.touch(again)
+        now = time.monotonic()
+        waiting = [
+            copied
+            for copied, result in zip(batch, write.results, strict=True)
+            if result is GrantResult.FULL and now < copied.until
+        ]
         saved = len(write.granted) if outcome.ok else 0
         if not outcome.ok:
             log.info("not saved: %s", outcome.error)
@@ -238,5 +259,6 @@ class Saver:
             blocks_saved=saved,
             bytes_saved=saved * self._shard_bytes,
             blocks_already=already,
-            blocks_refused=len(batch) - already - saved,
+            blocks_refused=len(batch) - already - saved - len(waiting),
         )
+        return waiting

@@ -333,9 +333,10 @@ class WorkerSide:
             self.saver.give_back(shards)
             return
         parents = (save.parent, *save.keys)
+        until = time.monotonic() + self._settings.save_ms / 1000
         self.saver.put(
             [
-                Copied(spec, key, parent, shard, ready)
+                Copied(spec, key, parent, shard, ready, until)
                 for key, parent, shard in zip(save.keys, parents, shards, strict=False)
             ]
         )

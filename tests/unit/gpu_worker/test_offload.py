@@ -508,6 +508,25 @@ def test_what_has_no_room_fails_alone(rig: Rig) -> None:
     assert rig.tally.total["blocks_refused"] == 1
 
 
+def test_what_has_no_room_yet_is_tried_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for new weights, whose first segment is another namespace's until all have unmapped it."""
+    rig.store.full.update(keys("a", "b"))
+    asked: list[list[ChunkKey]] = []
+    write = rig.store.write
+
+    def noting(wanted: Sequence[ChunkKey], **named: Any) -> Batch:
+        asked.append(list(wanted))
+        batch = write(wanted, **named)
+        rig.store.full.clear()
+        return batch
+
+    monkeypatch.setattr(rig.store, "write", noting)
+    transfer = rig.save(keys("a", "b"), [0, 1])
+    assert transfer.ended.wait(BOUND_S)
+    assert transfer.complete and asked == [keys("a", "b")] * 2
+    assert (rig.tally.total["blocks_saved"], rig.tally.total["blocks_refused"]) == (2, 0)
+
+
 def test_less_staging_memory_than_a_part_needs_takes_more_parts() -> None:
     rig = Rig(fd=None)
     rig.store.staging = 2

@@ -3,11 +3,14 @@ wait that keeps copies and the engine apart. No vLLM is needed: what of it is im
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,7 +24,7 @@ from kvstore.gpu_worker import bounce
 from kvstore.gpu_worker.device import DeviceFailed
 from kvstore.gpu_worker.segments import Path, Segments
 from kvstore.keys import ROOT
-from kvstore.types import ChunkKey, Protection
+from kvstore.types import ChunkKey, GrantResult, Protection
 
 from .conftest import FakeClient, FakeLease, FakeNamespace, FakeStore
 from .emulated import EmulatedDevice, Race
@@ -403,3 +406,49 @@ def test_a_save_waits_for_its_copy(rigs: Callable[..., Rig]) -> None:
     assert made.flush(BOUND_S)
     made.close(BOUND_S)
     assert written == [rig.bytes_of(6)] and rig.device.pageable == 0
+
+
+class RoomLater:
+    """Stands for link, namespace and batch: has room for all but the first chunk only when it is asked again."""
+
+    spec = None
+
+    def __init__(self) -> None:
+        self.asked: list[list[ChunkKey]] = []
+        self.results: list[GrantResult] = []
+
+    def namespace(self, spec: Any, timeout_s: float) -> RoomLater:
+        return self
+
+    def write(self, keys: list[ChunkKey], **_: Any) -> Any:
+        rest = GrantResult.GRANTED if self.asked else GrantResult.FULL
+        self.asked.append(list(keys))
+        self.results = [GrantResult.GRANTED, *[rest] * (len(keys) - 1)]
+        return contextlib.nullcontext(self)
+
+    @property
+    def granted(self) -> list[int]:
+        return [n for n, result in enumerate(self.results) if result is GrantResult.GRANTED]
+
+    def copy_many(self, pieces: Any) -> None: ...
+
+    def commit(self, *, timeout_s: float) -> Any:
+        return SimpleNamespace(ok=True, error=None)
+
+
+def test_what_finds_no_room_is_tried_again_until_its_time_is_up() -> None:
+    """Before what came later."""
+    store, counts = RoomLater(), Counter[str]()
+    tally = SimpleNamespace(add=lambda **more: counts.update(more))
+    changes = SimpleNamespace(add=lambda *_: None)
+    made = saver.Saver(store, 8, 0, tally, changes, queue_bytes=32, save_s=BOUND_S, maker=bytes(16))
+    a, b, c, d = (ChunkKey(name) for name in (b"a", b"b", b"c", b"d"))
+    untils = {a: 0.0, b: time.monotonic() + BOUND_S, c: 0.0}
+    made.put([saver.Copied(None, key, key, made.buffers(1)[0], until=untils[key]) for key in (a, b, c)])
+    assert made.flush(BOUND_S)
+    assert store.asked == [[a, b, c], [b]]
+    made.put([saver.Copied(None, d, d, made.buffers(1)[0])])
+    made.close(BOUND_S)
+    assert store.asked[2:] == [[d]]
+    assert (counts["blocks_saved"], counts["blocks_refused"]) == (3, 1)
+    assert len(made._free) == 3, "each buffer is there once"
