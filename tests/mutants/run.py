@@ -6,6 +6,7 @@
 
 Each source file has a list of its own, `bugs/PATH_OF_THE_SOURCE.toml`, so that two changes of different sources never
 meet in one list: a name, the text `old` that occurs once in the source, what it becomes, and the tests that are asked.
+Tests of `tests/vllm` run with vLLM's environment (`make vllm-installed`); where there is none their bugs are left out.
 First all of these tests must pass as things are. Then a bug is caught when pytest reports failed tests, or runs into
 the time limit: a hang is noticed too. The exit status is 0 if all were caught.
 """
@@ -33,6 +34,8 @@ FILES = ("pyproject.toml", "setup.py", "README.md", "Makefile")
 TIME_LIMIT_S = 540
 MORE_S = 60
 """For each file of tests that is asked."""
+VLLM = ROOT / ".cache" / "vllm-venv" / "bin" / "python"
+VLLM_OPTIONS = ("-o", "filterwarnings=")
 TESTS_FAILED = 1
 """pytest's exit status."""
 
@@ -76,6 +79,10 @@ def copy_sources(to: Path) -> None:
         shutil.copy(ROOT / file, to / file)
 
 
+def needs_vllm(test: str) -> bool:
+    return test.startswith("tests/vllm/")
+
+
 def ask(tests: Sequence[str], folder: Path) -> str:
     """What pytest says of the copy: passed, failed, hung, or what kept it from running."""
     # The copy's package comes before the installed one, for the daemons that tests start too.
@@ -84,7 +91,9 @@ def ask(tests: Sequence[str], folder: Path) -> str:
         "PYTHONSAFEPATH": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    vllm = any(map(needs_vllm, tests))
+    command = [str(VLLM) if vllm else sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += [*(VLLM_OPTIONS if vllm else ()), *tests]
     try:
         ended = subprocess.run(
             command,
@@ -128,15 +137,22 @@ def main() -> int:
         for mutant in wanted:
             print(f"{mutant.file:32} {mutant.name}")
         return 0
+    if not VLLM.is_file():
+        left_out = [mutant for mutant in wanted if any(map(needs_vllm, mutant.tests))]
+        wanted = [mutant for mutant in wanted if mutant not in left_out]
+        for mutant in left_out:
+            print(f"left out: {mutant.name}: there is no {VLLM.relative_to(ROOT)}")
     survived = 0
     with tempfile.TemporaryDirectory(prefix="kvs-mutants-") as name:
         folder = Path(name)
         copy_sources(folder)
         asked = sorted({test for mutant in wanted for test in mutant.tests})
-        found = ask(asked, folder)
-        if found != "passed":
-            print(f"without any planted bug: {found}")
-            return 1
+        for vllm in (False, True):
+            tests = [test for test in asked if needs_vllm(test) is vllm]
+            found = ask(tests, folder) if tests else "passed"
+            if found != "passed":
+                print(f"without any planted bug: {found}")
+                return 1
         print("without any planted bug: passed", flush=True)
         for mutant in wanted:
             path = folder / mutant.file

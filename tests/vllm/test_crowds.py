@@ -47,6 +47,9 @@ REQUESTS_MAX = 60
 TOKENS_MAX = 550
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 97, 160, 200, 257, 330, 400)
 IMPATIENT = {"lookup_ms": 300, "load_ms": 1500, "save_ms": 1500, "hold_ms": 300}
+PATIENT = {"lookup_ms": 20_000, "load_ms": 20_000, "save_ms": 20_000, "hold_ms": 300}
+PATIENCE = (PATIENT, IMPATIENT)
+"""Of the seeds, by turns: all is in time on a busy machine too, or much is late, and on a busy machine perhaps all."""
 SHAPE: dict[str, Any] = {
     "block_size": BLOCK,
     "num_kv_heads": HEADS,
@@ -212,27 +215,13 @@ class Crowd:
         now = output.has_sync_kv_loads
         arriving = {block for load in metadata.loads for block in load.blocks} if now else set()
         results = []
-        wrong: set[str] = set()
-        """Requests that attention computed on what was not there: vLLM hears of it after the step."""
-        for rank, worker in enumerate(self.workers):
+        for worker in self.workers:
             worker.handle_preemptions(metadata)
             worker.bind_connector_metadata(metadata)
             if now:
                 worker.start_load_kv(None)
-            for group, names in enumerate(self.names):
-                for layer, name in enumerate(names):
-                    worker.wait_for_layer_load(name)
-                    tensor, base = self.tensors[rank][name], 4096.0 * (layer + LAYERS * (group + 4 * rank))
-                    for each, (start, end, blocks) in spans.items():
-                        expected = told[each].values + base
-                        if gone := self._gone(group, tensor, expected, start, blocks[group]):
-                            assert now and gone <= arriving, (each, rank, name, gone, start)
-                            wrong.add(each)
-                        values = expected[start:end] + 0.5 * (each in wrong)
-                        places = torch.arange(start, end)
-                        numbers = torch.tensor(blocks[group])[places // BLOCK]
-                        tensor[numbers, :, places % BLOCK] = values[:, None, None]
-                    worker.save_kv_layer(name, tensor, None)
+        wrong = self._forward(told, spans, arriving)
+        for worker in self.workers:
             if not now:
                 worker.start_load_kv(None)
             worker.wait_for_save()
@@ -257,6 +246,32 @@ class Crowd:
         for name in wrong:
             assert failed.intersection(spans[name][2][0]), f"{name} was computed on what was not there"
         return merged
+
+    def _forward(self, told: dict[str, Told], spans: dict[str, Any], arriving: set[int]) -> set[str]:
+        """Requests that attention computed on what was not there, as a load in this step may leave it: vLLM hears of
+        it after the step. The ranks add up what each has computed: what one lacks spoils what all compute then."""
+        wrong: set[str] = set()
+        for group, names in enumerate(self.names):
+            for layer, name in enumerate(names):
+                bases = [4096.0 * (layer + LAYERS * (group + 4 * rank)) for rank in range(len(self.workers))]
+                for rank, worker in enumerate(self.workers):
+                    worker.wait_for_layer_load(name)
+                    for each, (start, _, blocks) in spans.items():
+                        expected = told[each].values + bases[rank]
+                        if gone := self._gone(
+                            group, self.tensors[rank][name], expected, start, blocks[group]
+                        ):
+                            assert gone <= arriving, (each, rank, name, gone, start)
+                            wrong.add(each)
+                for rank, worker in enumerate(self.workers):
+                    tensor = self.tensors[rank][name]
+                    for each, (start, end, blocks) in spans.items():
+                        values = told[each].values[start:end] + bases[rank] + 0.5 * (each in wrong)
+                        places = torch.arange(start, end)
+                        numbers = torch.tensor(blocks[group])[places // BLOCK]
+                        tensor[numbers, :, places % BLOCK] = values[:, None, None]
+                    worker.save_kv_layer(name, tensor, None)
+        return wrong
 
     def _gone(self, group: int, tensor: Any, expected: Any, end: int, blocks: Sequence[int]) -> set[int]:
         """Blocks that lack something of what the next token needs of those before `end`."""
@@ -285,6 +300,10 @@ class Crowd:
 
     def restored(self) -> int:
         """Blocks, or rows."""
+        raise NotImplementedError
+
+    def late(self) -> int:
+        """What was found, loaded or saved too late."""
         raise NotImplementedError
 
     def bugs(self) -> int:
@@ -324,6 +343,10 @@ class ByConnector(Crowd):
 
     def restored(self) -> int:
         return int(self.workers[0].worker_side.tally.total["blocks_loaded"])
+
+    def late(self) -> int:
+        failed = sum(worker.worker_side.tally.total["blocks_failed"] for worker in self.workers)
+        return int(failed + self.scheduler.connector.scheduler_side.tally.total["lookups_late"])
 
     def bugs(self) -> int:
         sides = [self.scheduler.connector.scheduler_side, *(worker.worker_side for worker in self.workers)]
@@ -377,6 +400,9 @@ class ByTier(Crowd):
 
     def restored(self) -> int:
         return int(self.tier.tally.total["blocks_loaded"])
+
+    def late(self) -> int:
+        return sum(int(self.tier.tally.total[name]) for name in ("lookups_late", "loads_late", "saves_late"))
 
     def bugs(self) -> int:
         return int(self.tier.tally.total["bugs"])
@@ -513,7 +539,8 @@ def test_what_vllm_takes_for_computed_is_what_was_computed(
     model: Path, daemon: Daemon, leases: list[ReadLease], way: str, seed: int
 ) -> None:
     chosen = random.Random(f"{way} {seed}")
-    extra = {**IMPATIENT, "salt": f"{way} {seed}"}
+    patience = PATIENCE[seed % len(PATIENCE)]
+    extra = {**patience, "salt": f"{way} {seed}"}
     crowds = [WAYS[way](model, daemon.run_dir, chosen, extra) for _ in range(2)]
     ended: list[Told] = []
     try:
@@ -531,7 +558,10 @@ def test_what_vllm_takes_for_computed_is_what_was_computed(
         until(lambda: all(lease._released for lease in leases))
         until(lambda: not pinned(daemon))
         print(way, seed, [(crowd.asked, crowd.restored(), crowd.preempted) for crowd in crowds])
-        assert sum(crowd.restored() for crowd in crowds), "nothing was loaded: this shows nothing"
+        shown = sum(crowd.restored() for crowd in crowds)
+        if patience is IMPATIENT:
+            shown += sum(crowd.late() for crowd in crowds)
+        assert shown, "nothing was loaded: this shows nothing"
         assert not any(crowd.bugs() for crowd in crowds)
     finally:
         daemon.signal(signal.SIGCONT)

@@ -217,6 +217,7 @@ def _latent_by_kernel(config: Any) -> None:
     [
         (lambda c: setattr(c.kv_transfer_config, "kv_load_failure_policy", "fail"), "recompute"),
         (lambda c: setattr(c.scheduler_config, "async_scheduling", True), "no-async-scheduling"),
+        (lambda c: setattr(c.parallel_config, "pipeline_parallel_size", 2), "leave layerwise out"),
         (lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2), "context parallel"),
         (lambda c: setattr(c, "speculative_config", SimpleNamespace(method="dflash")), "draft"),
         (lambda c: setattr(c.cache_config, "prefix_caching_hash_algo", "xxhash"), "random"),

@@ -168,17 +168,8 @@ class Rig:
             worker.bind_connector_metadata(output.kv_connector_metadata)
             if output.has_sync_kv_loads:
                 worker.start_load_kv(None)
-            spoilt = 0
-            for layer, (name, tensor) in enumerate(self.tensors[rank].items()):
-                worker.wait_for_layer_load(name)
-                doubtful = count and (output.has_sync_kv_loads or self.weights)
-                self._touch(rank, layer, blocks, start, start + count)
-                if doubtful and not self._whole(rank, layer, request, start, blocks):
-                    spoilt = 1  # attention reads what should be there
-                for place in range(start, start + count):
-                    value = self.value(rank, layer, request.all_token_ids[place], place) + spoilt
-                    tensor[blocks[place // BLOCK], :, place % BLOCK] = value
-                worker.save_kv_layer(name, tensor, None)
+        self._forward(output, request, start, count, blocks)
+        for worker in self.workers:
             if not output.has_sync_kv_loads:
                 worker.start_load_kv(None)
             worker.wait_for_save()
@@ -206,6 +197,24 @@ class Rig:
         if count and not failed and self.checks:
             self._check(request, start + count, blocks)
         self.scheduler.update_from_output(output, merged)
+
+    def _forward(self, output: Any, request: Request, start: int, count: int, blocks: list[int]) -> None:
+        """Layer by layer on all ranks, which add up what each has computed: what is not there on one of them, where
+        attention reads it, spoils what all compute from then on."""
+        doubtful = count and (output.has_sync_kv_loads or self.weights)
+        spoilt = 0
+        for layer, name in enumerate(self.tensors[0]):
+            for rank, worker in enumerate(self.workers):
+                worker.wait_for_layer_load(name)
+                self._touch(rank, layer, blocks, start, start + count)
+                if doubtful and not self._whole(rank, layer, request, start, blocks):
+                    spoilt = 1
+            for rank, worker in enumerate(self.workers):
+                tensor = self.tensors[rank][name]
+                for place in range(start, start + count):
+                    value = self.value(rank, layer, request.all_token_ids[place], place) + spoilt
+                    tensor[blocks[place // BLOCK], :, place % BLOCK] = value
+                worker.save_kv_layer(name, tensor, None)
 
     def _touch(self, rank: int, layer: int, blocks: list[int], start: int, end: int) -> None:
         """Attention of one layer, for a device that tells races."""
@@ -374,14 +383,15 @@ def test_a_rank_that_does_not_load_makes_both_compute(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_follows_a_layer_that_is_missing_is_not_saved(rig: Callable[..., Rig], rank: int) -> None:
-    """Layer by layer, the step has computed more blocks on bad ground before vLLM hears of it."""
+    """Layer by layer, the step has computed more blocks on bad ground before vLLM hears of it, on all ranks: those that
+    have loaded all of theirs do not know."""
     tokens = prompt(52 + rank, 290)
     rig().run(tokens[:130])
     second = rig(layerwise=True)
     loader = second.workers[rank].worker_side._loader
     loader._blocks = FailsAtLayer(loader._blocks, 1)
     assert second.run(tokens) == 0
-    assert rig().run(tokens) == 288
+    assert rig().run(tokens) == 288  # and looks at each block, of each rank
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -749,6 +759,26 @@ def test_a_change_that_moves_no_counter_is_found_in_time(rig: Callable[..., Rig]
         worker.worker_side.held._full_at = 0.0  # the time has come
     second.weights = 1
     assert second.run(tokens) == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_the_others_computed_with_a_rank_that_changed_is_forgotten(
+    rig: Callable[..., Rig], rank: int
+) -> None:
+    """They hear of it after the step, and have given their part to the store by then. Whoever computes the same blocks
+    with the weights of before brings the part that is missing."""
+    tokens = prompt(646 + rank, 300)
+    second = rig()
+    second.run(prompt(648, 20))
+    with torch.no_grad():
+        second.model_executor.models[rank].weight.add_(1.0)
+    second.weights = 1
+    second.run(tokens)
+    assert saved_blocks(second, 1 - rank) == saved_blocks(second, rank) + 3, (
+        "in the step in which one has changed"
+    )
+    assert rig().run(tokens) == 0
+    assert rig().run(tokens) == 288  # and looks at each block, of each rank
 
 
 def the_time_has_come(rig: Rig) -> None:

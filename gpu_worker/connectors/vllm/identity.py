@@ -79,6 +79,14 @@ def check_settings(config: Any) -> None:
             value=True,
             remedy="start vLLM with --no-async-scheduling, or leave layerwise out",
         )
+    if extra.get("layerwise") and config.parallel_config.pipeline_parallel_size != 1:
+        # vLLM fills its pipeline with further steps, of the same prompt too, before it hears of this one.
+        raise Unsupported(
+            "a load that fails within a step is known too late where several steps are under way",
+            field="kv_connector_extra_config.layerwise",
+            value=True,
+            remedy="leave layerwise out, or start vLLM with --pipeline-parallel-size 1",
+        )
     check_comparable(config)
 
 

@@ -83,6 +83,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     may be loaded or saved."""
     begun: tuple[str, ...] = ()
     """Requests whose first step this is, or the first after a preemption: what was loaded for them is used now."""
+    recalled: frozenset[ChunkKey] = frozenset()
+    """Saved in steps in which some rank held other weights than those that they are named for."""
 
 
 @dataclass(frozen=True, slots=True)

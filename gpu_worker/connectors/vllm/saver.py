@@ -57,6 +57,13 @@ class Copied:
     """So long (time.monotonic) the store is asked again if it has no room."""
 
 
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Of what was saved before it and is not verified the store shall forget these, or all."""
+
+    keys: frozenset[ChunkKey] | None = None
+
+
 class Saver:
     def __init__(
         self,
@@ -85,8 +92,7 @@ class Saver:
         """Buffers that may still be made."""
         self._changed = threading.Condition()  # guards all below and `_left`
         self._free: list[Shard] = []
-        self._queue: deque[Copied | None] = deque()
-        """None: forget what was saved before it and is not verified."""
+        self._queue: deque[Copied | Recall] = deque()
         self._unverified: deque[tuple[float, Namespace, list[ChunkKey]]] = deque(maxlen=UNVERIFIED_MAX)
         """What was saved, by the time of its commit, that nobody has vouched for yet."""
         self._doubts = 0
@@ -118,11 +124,17 @@ class Saver:
         with self._changed:
             if held.doubts != self._doubts:
                 self._doubts = held.doubts
-                self._queue.append(None)
+                self._queue.append(Recall())
                 self._changed.notify_all()
-            elif None not in self._queue:
+            elif not any(isinstance(waiting, Recall) for waiting in self._queue):
                 while self._unverified and self._unverified[0][0] < held.verified_at:
                     self._unverified.popleft()
+
+    def recall(self, keys: frozenset[ChunkKey]) -> None:
+        """The store shall forget these, after what is queued: a rank held other weights when they were computed."""
+        with self._changed:
+            self._queue.append(Recall(keys))
+            self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until all is saved or dropped; False if that took too long."""
@@ -134,7 +146,7 @@ class Saver:
         flushed = self.flush(timeout_s)
         with self._changed:
             self._closing = True
-            dropped = sum(copied is not None for copied in self._queue)
+            dropped = sum(isinstance(copied, Copied) for copied in self._queue)
             self._queue.clear()
             self._changed.notify_all()
         if not flushed:
@@ -148,14 +160,14 @@ class Saver:
                 self._changed.wait_for(lambda: self._queue or self._closing)
                 if not self._queue:
                     return
-                batch = self._take()
+                recall, batch = self._take()
                 self._busy = max(1, len(batch))
             again: list[Copied] = []
             try:
-                if batch:
-                    again = self._save(batch)
+                if recall is not None:
+                    self._recall(recall)
                 else:
-                    self._recall()
+                    again = self._save(batch)
             except StoreError as error:
                 log.info("not saved: %s", error)
                 self._tally.add(blocks_refused=len(batch))
@@ -177,11 +189,15 @@ class Saver:
             if again:
                 self._changed.wait_for(lambda: self._closing, FULL_AGAIN_S)
 
-    def _recall(self) -> None:
+    def _recall(self, recall: Recall) -> None:
         with self._changed:
             suspect = list(self._unverified)
-            self._unverified.clear()
-        for _, namespace, keys in suspect:
+            if recall.keys is None:
+                self._unverified.clear()
+        for _, namespace, saved in suspect:
+            keys = saved if recall.keys is None else [key for key in saved if key in recall.keys]
+            if not keys:
+                continue
             try:
                 forgotten = namespace.forget(keys=keys, timeout_s=self._save_s)
             except StoreError as error:
@@ -189,23 +205,24 @@ class Saver:
                 continue
             self._tally.add(blocks_recalled=forgotten)
 
-    def _take(self) -> list[Copied]:
-        """The longest batch of one namespace, each chunk once; none: it is time to forget. Caller holds the lock."""
+    def _take(self) -> tuple[Recall | None, list[Copied]]:
+        """What is to be forgotten now; else the longest batch of one namespace, each chunk once. Caller locks."""
         most = min(BATCH_CHUNKS_MAX, max(1, BATCH_BYTES_MAX // self._shard_bytes))
         batch: list[Copied] = []
         seen: set[ChunkKey] = set()
         while self._queue and len(batch) < most:
             following = self._queue[0]
-            if following is None:
-                if not batch:
-                    self._queue.popleft()
-                break
+            if isinstance(following, Recall):
+                if batch:
+                    break
+                self._queue.popleft()
+                return following, []
             if batch and (following.spec is not batch[0].spec or following.key in seen):
                 break
             seen.add(following.key)
             batch.append(following)
             self._queue.popleft()
-        return batch
+        return None, batch
 
     def _save(self, batch: Sequence[Copied]) -> list[Copied]:
         """Those for which there is no room yet."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -164,6 +165,10 @@ class SchedulerSide:
         """What the ranks hold; None: not known, and nothing is named."""
         self._stepped = False
         """vLLM's own cache may hold something."""
+        self._given: deque[list[ChunkKey]] = deque(maxlen=1 + config.max_concurrent_batches)
+        """What the ranks were given to save in the last step of which all is known, and in those since."""
+        self._recalled: set[ChunkKey] = set()
+        """Of that, what the ranks shall have forgotten again."""
         self._adapters: dict[tuple[int, int], HeldAdapter] = {}
         """As the ranks have loaded them, by rank and id. A rank may have loaded another one since: it looks."""
         self._base: NamespaceSpec | None = None
@@ -514,6 +519,7 @@ class SchedulerSide:
             ),
         )
         self._loads, self._spec_to_send = [], None
+        metadata.recalled, self._recalled = frozenset(self._recalled), set()
         if self._settings.layerwise:
             # Loaded in the step before; the ranks hold leases of their own.
             loading = {load.request for load in metadata.loads}
@@ -548,6 +554,7 @@ class SchedulerSide:
             tracked = self._requests.get(name)
             if tracked is not None:
                 self._save(metadata, tracked, computed[name], count)
+        self._given.append([key for save in metadata.saves for key in save.keys])
         if not self._settings.layerwise:
             metadata.fresh.clear()
         else:
@@ -660,7 +667,10 @@ class SchedulerSide:
         self._adapters.update(report.adapters)
         if self._known is not None and self._watch is not None:
             known = self._known.generations
-            self._watch.moved |= any(known.get(rank) != now for rank, now in report.generations.items())
+            if any(known.get(rank) != now for rank, now in report.generations.items()):
+                # That rank has saved nothing of it. The others did not know, but have added up what it computed.
+                self._watch.moved = True
+                self._recalled.update(key for keys in self._given for key in keys)
         self.choice.reads_from_ssd(report.ssd_bytes_per_s)
         if self._spec is not None:
             for blocks, seconds in report.loads:

@@ -134,6 +134,8 @@ class WorkerSide:
         self._idle = metadata.idle
         if self.blocks is not None and not metadata.idle:
             self.blocks.overwritten(metadata.written)
+        if metadata.recalled and self.saver is not None:
+            self.saver.recall(metadata.recalled)
         if self.held is None:
             self.held = held_by(self._config, self._rank)
         if metadata.weights == self._named and not self._must_know(metadata):
