@@ -99,13 +99,16 @@ class Crowd:
         specs: Sequence[Any] = (FULL,),
         ranks: int = 1,
         ahead: bool = False,
+        prefill_tokens_max: int = 0,
     ) -> None:
-        """`specs`: of each group of layers; `ahead`: steps are scheduled while the one before is computed."""
+        """`specs`: of each group of layers; `ahead`: steps are scheduled while the one before is computed;
+        `prefill_tokens_max`: of one prompt in one step, 0: all that there is room for."""
         config = config_of(
             model,
             transfer,
             ranks=ranks,
             async_scheduling=ahead,
+            long_prefill_token_threshold=prefill_tokens_max,
             policy="priority",
             disable_hybrid_kv_cache_manager=False,
         )
@@ -567,6 +570,45 @@ def test_what_vllm_takes_for_computed_is_what_was_computed(
         daemon.signal(signal.SIGCONT)
         for crowd in crowds:
             crowd.mend()
+            crowd.close()
+
+
+@pytest.mark.parametrize("then", ["comes later", "comes with it", "comes after its abort"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_step_failed_to_load_no_other_request_is_given(
+    model: Path, daemon: Daemon, rank: int, then: str
+) -> None:
+    """vLLM has it in its own cache before it is loaded, and leaves it there until its request has computed it anew:
+    that takes some steps here."""
+    extra = {**PATIENT, "layerwise": True, "salt": f"{then} {rank}"}
+    crowds = [
+        ByConnector(model, daemon.run_dir, random.Random(then), extra, prefill_tokens_max=40)
+        for _ in range(2)
+    ]
+    saving, loading = crowds
+    tokens = prompt(995, 300)
+    try:
+        saving.add(tokens, "", 0)
+        saving.finish()
+        for worker in saving.workers:
+            assert worker.worker_side.saver.flush(BOUND_S)
+        loader = loading._loaders[rank]
+        loader._blocks = FailsAtLayer(loader._blocks, 1)
+        loading.add(tokens, "", 0)
+        if then == "comes with it":
+            loading.add(tokens + prompt(996, 9), "", 0)
+        until(lambda: loading.late() > 0 or loading.step() is not None)
+        loading.mend()
+        if then == "comes after its abort":
+            loading.abort()
+        if then != "comes with it":
+            loading.add(tokens + prompt(996, 9), "", 0)
+        loading.finish()  # and looks at each block, of each rank
+        until(loading.is_idle)
+        assert loading.restored() > 0, "the other one has loaded it"
+        assert not loading.bugs()
+    finally:
+        for crowd in crowds:
             crowd.close()
 
 

@@ -140,6 +140,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         layouts = {place: layout for place, layout in metadata.items() if isinstance(layout, RankLayout)}
         self.scheduler_side.meet_ranks(layouts or self.scheduler_side.ask_ranks(rank_layout))
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self.scheduler_side.forget_blocks = gpu_block_pool.evict_blocks
+
     @harmless(lambda self, request: self.scheduler_side.drop(request.request_id))
     def on_new_request(self, request: Any) -> None:
         self.scheduler_side.on_new_request(request)
@@ -158,6 +161,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @harmless(lambda *_: None)
     def update_connector_output(self, connector_output: Any) -> None:
+        self.scheduler_side.failed(connector_output.invalid_block_ids)
         self.scheduler_side.loaded(connector_output.finished_recving or set())
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, RankReport):

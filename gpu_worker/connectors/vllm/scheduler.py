@@ -147,6 +147,10 @@ class SchedulerSide:
         """Pins of loads that the ranks have not reported yet."""
         self._arriving: dict[ChunkKey, float] = {}
         """Of these, each key, and until when it is worth waiting for."""
+        self._filling: dict[str, frozenset[bytes]] = {}
+        """Layer by layer: by request, vLLM's hashes of the blocks that the step which is being scheduled loads."""
+        self.forget_blocks: Callable[[set[int]], object] = lambda blocks: None
+        """vLLM's own cache no longer gives these to requests to come; set by vLLM."""
         self._shares = bool(config.cache_config.enable_prefix_caching)
         """What one request has loaded, vLLM gives to the others."""
         self._doubtful: set[int] = set()
@@ -293,6 +297,8 @@ class SchedulerSide:
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond `num_computed_tokens` to load, whether the request is parked meanwhile); None: ask again."""
         self._mind_weights()
+        if self._shares_what_fills(request, num_computed_tokens):
+            return None, False
         tracked = self._requests.get(request.request_id)
         if tracked is not None:
             tracked.own = num_computed_tokens
@@ -341,6 +347,13 @@ class SchedulerSide:
             tracked.tried = request.num_preemptions  # computed; not asked again in the next step
             return 0, False
         return tokens, not self._settings.layerwise
+
+    def _shares_what_fills(self, request: Any, num_computed_tokens: int) -> bool:
+        """Whether vLLM takes blocks for the request's own that are just being loaded within a step, for another one: it
+        gives them to all before it knows that they are there, and if they are not, leaves them so until the other one
+        has computed them."""
+        hashes = request.block_hashes[: num_computed_tokens // self._block_tokens]
+        return any(bytes(each) in filling for filling in self._filling.values() for each in hashes)
 
     def _patience_s(self, request: Any, lookup: Lookup, blocks: int) -> float:
         """How long a request may wait for the store's answer about so many blocks."""
@@ -479,6 +492,9 @@ class SchedulerSide:
         tracked.own = (first + count) * self._block_tokens
         tracked.tried = request.num_preemptions
         tracked.saved = max(tracked.saved, lookup.hits)
+        if self._settings.layerwise:
+            hashes = request.block_hashes[first : first + count]
+            self._filling[request.request_id] = frozenset(map(bytes, hashes))
         self._loading[request.request_id] = lookup
         self.tally.add(hit_tokens=num_external_tokens)
 
@@ -503,6 +519,7 @@ class SchedulerSide:
             metadata = StepMetadata(loads=self._loads, spec=self._spec_to_send)
             self._loads, self._spec_to_send = [], None
         metadata.saves.clear()
+        self._filling.clear()
         metadata.weights = self._known.generations if self._known is not None else None
         return metadata
 
@@ -576,6 +593,7 @@ class SchedulerSide:
                 self._hint(tracked, now)
         self._board.flush()
         self._orders.flush()
+        self._filling.clear()
         self._building = None
         return metadata
 
@@ -661,6 +679,22 @@ class SchedulerSide:
                 for key in lookup.keys[lookup.local : lookup.load]:
                     self._arriving.pop(key, None)
                 lookup.end()
+
+    def failed(self, blocks: set[int]) -> None:
+        """Blocks that were to be loaded and are not there. Those that are loaded within a step are in vLLM's own cache
+        already, with those that the step has computed behind them. vLLM leaves them there until their request has
+        computed them anew: if it is aborted or preempted before, for good."""
+        if not blocks:
+            return
+        behind, unknown = set(blocks), set(blocks)
+        for tracked in self._requests.values():
+            first = next((n for n, block in enumerate(tracked.blocks) if block in blocks), None)
+            if first is not None:
+                behind.update(tracked.blocks[first:])
+                unknown.difference_update(tracked.blocks)
+        if unknown and self._settings.layerwise:
+            behind.update(range(self._blocks))  # of a request that was dropped
+        self.forget_blocks(behind)
 
     def reported(self, report: RankReport) -> None:
         """What became of chunks, and what the ranks hold, as they say."""
