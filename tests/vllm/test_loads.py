@@ -370,9 +370,9 @@ def test_a_decode_engine_waits_for_what_the_prefill_engine_still_saves(rig: Call
     saver = prefill.workers[0].worker_side.saver
     gate, save, flush = threading.Event(), saver._save, saver.flush
 
-    def held(batch: Any) -> None:
+    def held(batch: Any) -> Any:
         assert gate.wait(BOUND_S)
-        save(batch)
+        return save(batch)
 
     saver._save, saver.flush = held, lambda timeout_s: True
     handed = hand_over(prefill, tokens)
