@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -583,7 +584,8 @@ class PoolStore:
             return
 
         def tell() -> None:
-            saver.flush(TELL_TIMEOUT_S)
+            with suppress(RuntimeError):  # it failed before, and saves nothing more
+                saver.flush(TELL_TIMEOUT_S)
             for again in (True, False):
                 try:
                     quarantined = namespace.report_wrong(

@@ -51,6 +51,9 @@ def main() -> None:
     )
     parser.add_argument("--slots", type=_count, default=8, help="requests a server is given at a time (8)")
     parser.add_argument("--waiting-max", type=_count, default=4_096)
+    parser.add_argument(
+        "--drain-s", type=_count, default=30, help="seconds that requests have to end after SIGTERM (30)"
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080)
     options = parser.parse_args()
@@ -66,7 +69,13 @@ def main() -> None:
         options.waiting_max,
         nodes if any(nodes) else (),
     )
-    uvicorn.run(create_app(settings), host=options.host, port=options.port, log_level="warning")
+    uvicorn.run(
+        create_app(settings),
+        host=options.host,
+        port=options.port,
+        log_level="warning",
+        timeout_graceful_shutdown=options.drain_s,
+    )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import contextlib
 import json
 import logging
 import reprlib
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,16 @@ CLIENT_CLOSED = 499
 """Nobody reads it; logs do."""
 TAKES_NOTHING = (502, 503, 504)
 """Statuses of a server that is starting, stopping or dead."""
+NOT_REACHED = (httpx.ConnectError, httpx.ConnectTimeout)
+BROKEN_MAX = 2
+"""Servers that broke off a request: it may be what ends them, and the others are spared."""
+KEEP_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+"""A server's host that vanishes without a word keeps its requests, which may take minutes to answer, for a minute."""
 PASSED_ON = ("content-type", "content-encoding", "retry-after", "x-request-id")
 """Headers of answers that clients get,"""
 PASSED_DOWN = (b"authorization", b"content-type", b"x-request-id", b"traceparent", b"tracestate")
@@ -69,7 +80,9 @@ class Settings:
 def create_app(settings: Settings) -> FastAPI:
     http = httpx.AsyncClient(
         timeout=httpx.Timeout(None, connect=CONNECT_S),
-        limits=httpx.Limits(max_connections=None),
+        transport=httpx.AsyncHTTPTransport(
+            limits=httpx.Limits(max_connections=None), socket_options=KEEP_ALIVE
+        ),
         headers={"Accept-Encoding": "identity"},  # answers are passed on as they come: clients may not decode
     )
     nodes = settings.nodes or ("",) * len(settings.servers)
@@ -142,12 +155,13 @@ class Gateway:
             if answer is None:
                 self.dispatcher.leave(ticket)
         if answer is None:
-            return _error(502, "no server could be reached")
+            return _error(502, "no server could be reached, or those that were broke off")
         return _Relay(self, ticket, answer)
 
     async def _ask(self, ticket: Ticket, gone: asyncio.Task[None]) -> httpx.Response | None:
         """The beginning of an answer; None: no server is there. Raises _Gone when nobody waits for it any more, and
         _Unsayable."""
+        broken = 0
         while True:
             server = await _unless(gone, ticket.turn)
             try:
@@ -158,7 +172,8 @@ class Gateway:
                 raise _Unsayable(str(error)) from None
             except httpx.TransportError as error:
                 log.warning("%s: %s", server.url, error or type(error).__name__)
-                if not self.dispatcher.again(ticket):
+                broken += not isinstance(error, NOT_REACHED)
+                if not self.dispatcher.again(ticket) or broken == BROKEN_MAX:
                     return None
                 continue
             if answer.status_code not in TAKES_NOTHING or not self.dispatcher.others(ticket):

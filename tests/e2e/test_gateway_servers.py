@@ -7,8 +7,11 @@ import asyncio
 import contextlib
 import gzip
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import httpx
 import pytest
@@ -23,6 +26,8 @@ from .test_gateway import BOUND_S, Asking, Listener, OpenAi, gateway, servers
 __all__ = ["gateway", "servers"]  # fixtures
 Answer = Callable[[int, Mapping[bytes, bytes]], bytes]
 """From the number of a request on its connection, and its headers; b"" closes the connection."""
+PROGRAM = (sys.executable, "-P", "-m", "kvstore.scheduler.gateway")
+KEEPALIVE_TIMER = "02"
 
 
 def said(body: bytes, *lines: bytes, status: bytes = b"200 OK") -> bytes:
@@ -116,6 +121,17 @@ def test_a_server_that_takes_nothing_costs_nobody_an_answer(
     assert alone.headers["retry-after"] == "7", "the client is told what the server said"
 
 
+def test_a_request_that_ends_its_servers_does_not_get_all_of_them(before: Callable[..., str]) -> None:
+    had: list[int] = []
+
+    def ends(number: int, headers: Mapping[bytes, bytes]) -> bytes:
+        had.append(number)
+        return b""
+
+    answer = ask(before(ends, ends, ends))
+    assert (answer.status_code, len(had)) == (502, 2)
+
+
 def test_an_error_that_is_the_requests_own_is_not_tried_elsewhere(before: Callable[..., str]) -> None:
     url = before(lambda *_: said(b"no", status=b"500 E"), lambda *_: said(b"fine"))
     assert ask(url).status_code == 500
@@ -201,6 +217,68 @@ def test_who_does_not_read_his_answer_keeps_no_slot(
         silent.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
         eventually(lambda: running(url) == 1)
         eventually(lambda: running(url) == 0)
+
+
+def test_a_server_whose_host_vanishes_is_found_out(before: Callable[..., str]) -> None:
+    """Its kernel is asked whether it is still there, while nothing comes."""
+    asked, end = threading.Event(), threading.Event()
+    ports: list[int] = []
+
+    def silent(number: int, headers: Mapping[bytes, bytes]) -> bytes:
+        ports.append(int(headers[b"host"].rpartition(b":")[2]))
+        asked.set()
+        end.wait(BOUND_S)
+        return b""
+
+    url = before(silent)
+    asking = threading.Thread(target=ask, args=(url,))
+    asking.start()
+    try:
+        assert asked.wait(BOUND_S)
+        eventually(lambda: KEEPALIVE_TIMER in timers_to(ports[0]))
+    finally:
+        end.set()
+        asking.join(BOUND_S)
+
+
+def timers_to(port: int) -> list[str]:
+    """Of connections to it that are open, the kernel's timer of each: /proc/net/tcp in the kernel's documentation."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return [row[5].partition(":")[0] for row in rows if row[2].endswith(f":{port:04X}") and row[3] == "01"]
+
+
+def test_requests_have_a_while_to_end_after_sigterm() -> None:
+    """A server that goes on answering for ever keeps no gateway from its end."""
+    asked, end = threading.Event(), threading.Event()
+
+    def silent(number: int, headers: Mapping[bytes, bytes]) -> bytes:
+        asked.set()
+        end.wait(BOUND_S)
+        return b""
+
+    with contextlib.closing(Peer(silent)) as peer, socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+        free.close()
+        command = [*PROGRAM, "--server", peer.url, "--port", port, "--drain-s", "1"]
+        program = subprocess.Popen(command)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            eventually(lambda: answers(url))
+            with socket.create_connection(("127.0.0.1", int(port))) as client:
+                client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
+                assert asked.wait(BOUND_S)
+                program.terminate()
+                program.wait(BOUND_S)
+        finally:
+            end.set()
+            program.kill()
+            program.wait()
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/metrics").status_code == 200
+    return False
 
 
 def test_a_body_that_does_not_arrive_is_refused(

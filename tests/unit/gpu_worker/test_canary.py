@@ -84,6 +84,23 @@ def test_wrong_kv_stops_loading_and_saving(
     assert not engine.connected
 
 
+def test_a_saver_that_failed_keeps_nobody_from_telling(
+    model: LlamaForCausalLM, store: FakeStore, engines: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = saved(model, store, engines)
+    keys = keys_of(store, prompt)
+    damage(store)
+    engine = engines(model, store, chunk_tokens=T, canary_every=1)
+
+    def fails(timeout_s: float) -> bool:
+        raise RuntimeError("the saver failed")
+
+    monkeypatch.setattr(engine._store.saver, "flush", fails)
+    engine.turn("s", prompt, 5)
+    engine._store._lookups.shutdown(wait=True)
+    assert store.found_wrong == [(keys[:1], True)]
+
+
 def test_without_a_canary_nobody_would_know(model: LlamaForCausalLM, store: FakeStore, engines: Make) -> None:
     prompt = saved(model, store, engines)
     damage(store)
