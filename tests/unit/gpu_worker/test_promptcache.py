@@ -17,6 +17,7 @@ from kvstore.types import ChunkKey
 
 from .conftest import FakeStore, recorded_logits
 from .modular import PROMPT, TRIP, Plain, answer, assembly_of, bytes_llama, encode_all, encoding_of
+from .recording import same_to_the_bit
 
 MakeEngine = Callable[..., BatchEngine]
 T = 16
@@ -132,7 +133,7 @@ def check_bit_equal(
         there = plain.turn("", assembly.tokens, NEW)
     assert there.reused.hbm == stored
     assert list(there.tokens) == tokens
-    assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
+    assert same_to_the_bit(seen, expected)
 
 
 @pytest.mark.parametrize("lost", ["all", "food", "oslo", "beginning", "away"])
