@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -27,15 +26,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness import machine
+from directions import Unknown, more_is_better
+from harness import machine, some
 
 ROOT = Path(__file__).resolve().parent.parent
 SIDES = ("gpu_worker", "kernels", "scheduler")
 """Folders that lie inside the package once it is installed."""
 RUN_S = 1_200
-MORE_IS_BETTER = re.compile(r"per_s$|(^|_)of_[a-z_]+$|speedup$|_over_it$|^x_|hit_rate$")
-LESS_IS_BETTER = re.compile(r"(?<!p99)(^|_)(ms|s|us|ns)$|_s_per_gb$|bytes_per_|amplification$|over_slowest$")
-"""Names of figures in rows. Not the 99th percentile: of so few calls it says what else the machine did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,7 @@ def main() -> int:
     options.add_argument("base", help="a commit")
     options.add_argument("head", nargs="?", default=".", help="another")
     options.add_argument("--bench", default="data_plane", help="a file in benchmarks/")
-    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--rounds", type=some, default=5)
     options.add_argument("--threshold", type=float, default=1.1, help="1.1: slower by more than 10 %%")
     options.add_argument("--json", action="store_true", help="one JSON object in the last line")
     mine, theirs = sys.argv[1:], []
@@ -85,8 +82,14 @@ def main() -> int:
             for side in (0, 1) if number % 2 == 0 else (1, 0):
                 reports[side].append(run(trees[side], trees[1] / "benchmarks" / f"{chosen.bench}.py", theirs))
                 print(f"round {number + 1}: {names[side]} done", flush=True)
-    rows = compared([figures(report) for report in reports[0]], [figures(report) for report in reports[1]])
+    unknown: set[str] = set()
+    sides = [[figures(report, unknown) for report in side] for side in reports]
+    rows = compared(*sides)
     print(*rows, sep="\n")
+    if unknown:
+        print(
+            f"not judged, as benchmarks/directions.py does not say what is better: {', '.join(sorted(unknown))}"
+        )
     slower = [row for row in rows if row.slower(chosen.threshold)]
     print(f"{len(slower)} of {len(rows)} figures are worse by more than {chosen.threshold - 1:.0%}:")
     print(*slower, sep="\n")
@@ -147,9 +150,10 @@ def run(tree: Path, bench: Path, arguments: Sequence[str]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def figures(report: Mapping[str, Any]) -> dict[str, Figure]:
-    """By name: the goals, and of the rows what is known to be better when it is more, or less. A row is named by the
-    fields that the report calls its key, or else by its words and whole numbers."""
+def figures(report: Mapping[str, Any], unknown: set[str] | None = None) -> dict[str, Figure]:
+    """By name: the goals, and of the rows what is better when it is more, or less (`directions.py`); what it does not
+    know is added to `unknown`. A row is named by the fields that the report calls its key, or else by its words and
+    whole numbers."""
     found = {
         f"goal: {goal['name']}": Figure(goal["value"], goal["direction"] == ">=") for goal in report["goals"]
     }
@@ -157,9 +161,16 @@ def figures(report: Mapping[str, Any]) -> dict[str, Figure]:
         key = report.get("key") or [name for name, value in row.items() if not isinstance(value, float)]
         name = " ".join(f"{field}={row[field]}" for field in key if field in row)
         for field, value in row.items():
-            more, less = MORE_IS_BETTER.search(field), LESS_IS_BETTER.search(field)
-            if isinstance(value, float) and (more or less):
-                found[f"{name}: {field}"] = Figure(value, bool(more))
+            if not isinstance(value, float) or field in key:
+                continue
+            try:
+                more = more_is_better(field, row)
+            except Unknown as problem:
+                if unknown is not None:
+                    unknown.add(str(problem))
+                continue
+            if more is not None:
+                found[f"{name}: {field}"] = Figure(value, more)
     return found
 
 

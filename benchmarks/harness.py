@@ -117,6 +117,14 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
     return options
 
 
+def some(value: str) -> int:
+    """Of an option that says how many, for argparse: none at all would be measured as nothing, and pass."""
+    number = int(value)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: must be at least 1")
+    return number
+
+
 def finish(
     of: str | Path,
     chosen: argparse.Namespace,

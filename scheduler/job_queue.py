@@ -18,7 +18,8 @@ class Job:
 
 
 class JobQueue:
-    """Waiting and running jobs. Of one session one job runs at a time: the next turn needs the last one's KV.
+    """Waiting and running jobs. Of one session one job runs at a time: the next turn needs the last one's KV. Jobs
+    without a session (its name is "") stand each for itself.
 
     Jobs of one session leave in the order in which they came; `waiting` is the order over all sessions, from which the
     store's next reads can be foretold.
@@ -26,7 +27,9 @@ class JobQueue:
 
     def __init__(self) -> None:
         self._waiting: deque[Job] = deque()
-        self._running: dict[str, Job] = {}
+        self._running: list[Job] = []
+        self._busy: set[str] = set()
+        """Sessions of which a job runs."""
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
@@ -40,7 +43,7 @@ class JobQueue:
 
     @property
     def running(self) -> tuple[Job, ...]:
-        return tuple(self._running.values())
+        return tuple(self._running)
 
     def put(self, job: Job) -> None:
         """It waits, behind all that wait already. Raises BadRequest for what is no Job."""
@@ -56,16 +59,22 @@ class JobQueue:
     def start(self) -> Job | None:
         """The first job whose session is idle; None if there is none. It runs until `finish`."""
         for at, job in enumerate(self._waiting):
-            if job.session not in self._running:
+            if job.session not in self._busy:
                 del self._waiting[at]
-                self._running[job.session] = job
+                self._running.append(job)
+                if job.session:
+                    self._busy.add(job.session)
                 return job
         return None
 
     def finish(self, job: Job) -> None:
         """The job was answered."""
-        if self._running.pop(job.session, None) is not job:
-            raise KeyError(f"no such job of session {job.session!r} is running")
+        for at, running in enumerate(self._running):
+            if running is job:
+                del self._running[at]
+                self._busy.discard(job.session)
+                return
+        raise KeyError(f"no such job of session {job.session!r} is running")
 
     def withdraw(self, job: Job) -> None:
         """Nobody wants this waiting job's answer any more. Raises KeyError if it does not wait."""

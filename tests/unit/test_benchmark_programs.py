@@ -2,6 +2,7 @@
 put and read."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -59,32 +60,47 @@ def test_a_row_is_named_by_its_key_and_its_figures_know_their_direction():
 
 
 @pytest.mark.parametrize(
-    ("field", "more_is_better"),
+    ("row", "more_is_better"),
     [
-        *(
-            ("of_memcpy", True),
-            ("of_one_client", True),
-            ("of_fio", True),
-            ("requests_per_s", True),
-            ("cpu_speedup", True),
-            ("sealed_over_it", True),
-        ),
-        *(
-            ("ms", False),
-            ("p50_ms", False),
-            ("p99_ms", None),
-            ("seconds_s", False),
-            ("server_cpu_s_per_gb", False),
-        ),
-        *(("bytes_per_chunk", False), ("fastest_over_slowest", False), ("mode", None), ("items", None)),
+        ({"of_memcpy": 1.0}, True),
+        ({"shared_tokens_s": 1.0}, True),
+        ({"first_token_s": 1.0}, False),
+        ({"p50_ms": 1.0}, False),
+        ({"server_cpu_s_per_gb": 1.0}, False),
+        ({"fastest_over_slowest": 1.0}, False),
+        ({"p99_ms": 1.0}, None),
+        ({"p50": 1.0, "unit": "µs per key"}, False),
+        ({"kvstored": 1.0, "unit": "%", "better": ">="}, True),
+        ({"kvstored": 1.0, "unit": "ms", "better": "<="}, False),
     ],
 )
-def test_what_is_better(field, more_is_better):
-    compare = load("compare")
-    found = compare.figures({"results": [{field: 1.0}], "goals": []})
+def test_what_is_better(row, more_is_better):
+    found = load("compare").figures({"results": [row], "goals": [], "key": ["unit", "better"]})
     assert [figure.more_is_better for figure in found.values()] == (
         [] if more_is_better is None else [more_is_better]
     )
+
+
+@pytest.mark.parametrize(
+    "row", [{"tokens_a_day": 1.0}, {"p50": 1.0, "unit": "MB/s"}, {"p50": 1.0, "unit": ""}]
+)
+def test_what_nobody_said_is_better_is_not_judged_in_silence(row):
+    unknown: set[str] = set()
+    assert load("compare").figures({"results": [row], "goals": [], "key": ["unit"]}, unknown) == {}
+    assert len(unknown) == 1
+
+
+@pytest.mark.parametrize("report", sorted(BENCHMARKS.glob("results/*.json")), ids=lambda path: path.stem)
+def test_of_each_figure_that_is_kept_it_is_known_what_is_better(report):
+    unknown: set[str] = set()
+    assert load("compare").figures(json.loads(report.read_text()), unknown)
+    assert unknown == set()
+
+
+def test_no_figure_is_counted_two_ways():
+    directions = load("directions")
+    names = [*directions.MORE, *directions.LESS, *directions.NEITHER]
+    assert len(names) == len(set(names))
 
 
 def test_slower_is_what_all_rounds_say_and_by_more_than_the_threshold():

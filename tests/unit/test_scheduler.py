@@ -35,6 +35,27 @@ def test_one_turn_of_a_session_at_a_time() -> None:
     assert queue.start() is a2
 
 
+def test_jobs_without_a_session_run_side_by_side() -> None:
+    queue, made = JobQueue(), [Job("", (1,), 1) for _ in range(3)]
+    for job in (*made, made[0]):  # the same one may be asked for twice
+        queue.put(job)
+    assert [queue.start() for _ in range(5)] == [*made, made[0], None]
+    assert len(queue.running) == 4
+    queue.finish(made[1])
+    queue.give_back(made[2])
+    queue.finish(made[0])
+    queue.finish(made[0])
+    assert queue.running == () and queue.waiting == (made[2],)
+
+
+def test_a_job_that_cannot_finish_ends_no_other_one() -> None:
+    queue, (a1, a2) = filled("a1", "a2")
+    assert queue.start() is a1
+    with pytest.raises(KeyError):
+        queue.finish(a2)
+    assert queue.running == (a1,)
+
+
 def test_a_job_whose_worker_died_is_next() -> None:
     queue, (a1, b1, a2) = filled("a1", "b1", "a2")
     assert queue.start() is a1
