@@ -463,7 +463,7 @@ def goals_of(table: list[dict[str, Any]], *, ssd: bool) -> list[Goal]:
         if ssd and line["what"].startswith("TTFT"):
             over = line["kvstored over no store"]
             goals.append(Goal(f"{line['what']}, kvstored over no store", over, "ratio", 1.05, "<="))
-        elif not ssd and line["unit"] != "us":
+        elif not ssd and line["unit"] != "us" and line["ratio"] is not None:
             goal = 1.0 if line["unit"] == "%" else 0.85
             goals.append(Goal(f"{line['what']}, ours/theirs", line["ratio"], "ratio", goal, line["better"]))
     return goals
@@ -522,12 +522,12 @@ def main() -> int:
     table = summed_up(rows, lengths)
     print(f"{'medians':60} {'no store':>10} {'kvstored':>10} {'lmcache':>10} {'ours/theirs':>12}")
     for line in table:
-        ratio = line["kvstored"] / line["lmcache"] if line["lmcache"] else float("inf")
-        line["ratio"] = ratio
+        line["ratio"] = line["kvstored"] / line["lmcache"] if line["lmcache"] else None
         for arm in ARMS[1:]:
             line[f"{arm} over no store"] = line[arm] / line["no store"] if line["no store"] else None
         columns = " ".join(f"{line[arm]:>10.2f}" for arm in ARMS)
-        print(f"{line['what'] + ', ' + line['unit']:60} {columns} {ratio:>12.2f}")
+        shown = "" if line["ratio"] is None else f"{line['ratio']:.2f}"
+        print(f"{line['what'] + ', ' + line['unit']:60} {columns} {shown:>12}")
     table = [{"part": options.part} | line for line in table]
     finish(__file__, options, table, goals_of(table, ssd=ssd), key=("part", "what", "unit"))
     return 0 if same else 1
