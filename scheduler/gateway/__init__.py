@@ -2,7 +2,8 @@
 yet, and tells the daemon what waits, so that its KV is in DRAM when its turn comes.
 
     app.py         HTTP: requests in, answers through as they come, aborts
-    dispatch.py    who waits, and which server takes whom
+    dispatch.py    who waits, which server takes whom, and who is left out
+    health.py      whether each server is there
     lookahead.py   prompts to token ids to chunk keys, and what the daemon is told
 
 `python -P -m kvstore.scheduler.gateway --server http://127.0.0.1:8000 --server http://127.0.0.1:8001 --run-dir DIR`.

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 from urllib.parse import urlsplit
 
-try:
-    import uvicorn
-
-    from kvstore.scheduler.gateway.app import Settings, create_app
-except ModuleNotFoundError as missing:
-    if (missing.name or "").partition(".")[0] == "kvstore":
-        raise
-    raise SystemExit(f"the gateway needs {missing.name}: pip install 'attnstore[gateway]'") from None
+from kvstore.option_types import whole
 
 
 def _server(text: str) -> tuple[str, str]:
@@ -26,13 +20,6 @@ def _server(text: str) -> tuple[str, str]:
     if not is_address:
         raise argparse.ArgumentTypeError(f"{url} is no address of a server (as http://127.0.0.1:8000)")
     return url, node
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
 
 
 def main() -> None:
@@ -49,25 +36,45 @@ def main() -> None:
     parser.add_argument(
         "--model", default="", help="as in `kvctl namespaces`; default: the only one there is"
     )
-    parser.add_argument("--slots", type=_count, default=8, help="requests a server is given at a time (8)")
-    parser.add_argument("--waiting-max", type=_count, default=4_096)
+    parser.add_argument("--slots", type=whole(1), default=8, help="requests a server is given at a time (8)")
+    parser.add_argument("--waiting-max", type=whole(1), default=4_096)
     parser.add_argument(
-        "--drain-s", type=_count, default=30, help="seconds that requests have to end after SIGTERM (30)"
+        "--drain-s", type=whole(1), default=30, help="seconds that requests have to end after SIGTERM (30)"
+    )
+    parser.add_argument(
+        "--silent-s",
+        type=whole(1),
+        default=600,
+        help="seconds after which an answer of which nothing comes is given up (600)",
     )
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8080)
+    parser.add_argument("--port", type=whole(0, 65_535), default=8080)
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO)
     nodes = tuple(node for _, node in options.server)
     if any(nodes) and not (all(nodes) and options.run_dir):
         parser.error("name the node of each --server, and a --run-dir of any of them")
+    # Until uvicorn catches signals there is nothing to lose: Ctrl-C ends it at once, and without a traceback.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Imported now, as that takes a second: --help and a wrong option are answered before.
+    try:
+        import uvicorn
+
+        from kvstore.scheduler.gateway.app import Settings, create_app
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").partition(".")[0] == "kvstore":
+            raise
+        raise SystemExit(f"the gateway needs {missing.name}: pip install 'attnstore[gateway]'") from None
+    logging.basicConfig(level=logging.INFO, format="gateway: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each question whether a server is well
     settings = Settings(
         tuple(url for url, _ in options.server),
         options.run_dir,
         options.model,
         options.slots,
         options.waiting_max,
-        nodes if any(nodes) else (),
+        silent_s=options.silent_s,
+        nodes=nodes if any(nodes) else (),
     )
     uvicorn.run(
         create_app(settings),

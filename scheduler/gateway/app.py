@@ -6,8 +6,10 @@
     GET  /v1/models, /health, /metrics
 
 A client that goes away is taken out of the queue, or its request ended at its server, which frees what it holds. The
-session of a request is its `session_id`, the header X-Session-ID, or `user`. A server that cannot be reached, or says
-that it takes nothing now (502, 503, 504), costs nobody an answer while another one is left.
+session of a request is its `session_id`, the header X-Session-ID, or `user`. A server that cannot be reached, is
+silent, or says that it takes nothing now (502, 503, 504), costs nobody an answer while another one is left. A request
+that is answered with an error (500, or that the model or the key is unknown) is sent to another server too, which tells
+whose the error is.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from kvstore.scheduler.gateway.dispatch import Asked, Dispatcher, Full, Server, Ticket
+from kvstore.scheduler.gateway.dispatch import Asked, Dispatcher, Failure, Full, Server, Silent, Ticket
+from kvstore.scheduler.gateway.health import Health
 from kvstore.scheduler.gateway.lookahead import LookAhead
 from kvstore.scheduler.gateway.metrics import CONTENT_TYPE, Metrics
 
@@ -43,6 +46,10 @@ CLIENT_CLOSED = 499
 """Nobody reads it; logs do."""
 TAKES_NOTHING = (502, 503, 504)
 """Statuses of a server that is starting, stopping or dead."""
+OF_THE_SERVER = (401, 403, 404)
+"""Statuses that may say, as those from 500 on, that something is wrong with the server, not with the request."""
+ERRED_MAX = 2
+"""Servers that answer a request with an error before the next one's is passed on."""
 NOT_REACHED = (httpx.ConnectError, httpx.ConnectTimeout)
 BROKEN_MAX = 2
 """Servers that broke off a request: it may be what ends them, and the others are spared."""
@@ -72,6 +79,8 @@ class Settings:
     slots: int = 8
     """Requests that each server is given at a time."""
     waiting_max: int = 4_096
+    silent_s: float = 600.0
+    """An answer of which nothing comes for so long is given up."""
     nodes: tuple[str, ...] = ()
     """For each server: the name of the node whose store it uses, in a fleet. Requests then go where most of their
     beginning is, unless too many go there; empty: to the server that had their session last."""
@@ -79,7 +88,7 @@ class Settings:
 
 def create_app(settings: Settings) -> FastAPI:
     http = httpx.AsyncClient(
-        timeout=httpx.Timeout(None, connect=CONNECT_S),
+        timeout=httpx.Timeout(settings.silent_s, connect=CONNECT_S, pool=None),
         transport=httpx.AsyncHTTPTransport(
             limits=httpx.Limits(max_connections=None), socket_options=KEEP_ALIVE
         ),
@@ -92,18 +101,21 @@ def create_app(settings: Settings) -> FastAPI:
     ]
     dispatcher = Dispatcher(servers, waiting_max=settings.waiting_max)
     ahead = LookAhead(settings.run_dir, settings.model, dispatcher, http) if settings.run_dir else None
+    health = Health(dispatcher)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        health.start()
         if ahead is not None:
             ahead.start()
         yield
+        await health.close()
         if ahead is not None:
             await ahead.close()
         await http.aclose()
 
     app = FastAPI(title="attnstore gateway", lifespan=lifespan)
-    gateway = Gateway(http, dispatcher, ahead, routes=bool(settings.nodes))
+    gateway = Gateway(http, dispatcher, ahead, silent_s=settings.silent_s, routes=bool(settings.nodes))
     for path in PATHS:
         app.add_api_route(path, gateway.generate, methods=["POST"], response_model=None)
     app.add_api_route("/v1/kv/presence", gateway.presence, methods=["POST"], response_model=None)
@@ -121,9 +133,11 @@ class Gateway:
         dispatcher: Dispatcher,
         ahead: LookAhead | None,
         *,
+        silent_s: float,
         routes: bool = False,
     ) -> None:
         self._http = http
+        self.silent_s = silent_s
         self._routes = routes
         self.dispatcher = dispatcher
         self.ahead = ahead
@@ -148,6 +162,10 @@ class Gateway:
             answer = await self._ask(ticket, gone)
         except _Gone:
             return Response(status_code=CLIENT_CLOSED)
+        except Silent:
+            return _error(503, "all servers are silent", {"Retry-After": "5"})
+        except httpx.TimeoutException:
+            return _error(504, f"its server said nothing for {self.silent_s:g} s")
         except _Unsayable as error:
             return _error(400, f"the request's headers cannot be passed on: {error}")
         finally:
@@ -159,28 +177,53 @@ class Gateway:
         return _Relay(self, ticket, answer)
 
     async def _ask(self, ticket: Ticket, gone: asyncio.Task[None]) -> httpx.Response | None:
-        """The beginning of an answer; None: no server is there. Raises _Gone when nobody waits for it any more, and
-        _Unsayable."""
+        """The beginning of an answer; None: no server is there. Raises _Gone when nobody waits for it any more, Silent,
+        TimeoutException when nothing comes of it, and _Unsayable."""
         broken = 0
         while True:
             server = await _unless(gone, ticket.turn)
+            assert ticket.lost is not None, ticket
             try:
                 answer: httpx.Response = await _unless(
-                    gone, asyncio.ensure_future(self._send(server, ticket.asked))
+                    gone, asyncio.ensure_future(self._send(server, ticket.asked)), lost=ticket.lost
                 )
             except httpx.LocalProtocolError as error:
                 raise _Unsayable(str(error)) from None
-            except httpx.TransportError as error:
+            except (httpx.ReadTimeout, httpx.WriteTimeout):
+                self.is_late(server)
+                raise
+            except (httpx.TransportError, _Lost) as error:
                 log.warning("%s: %s", server.url, error or type(error).__name__)
-                broken += not isinstance(error, NOT_REACHED)
-                if not self.dispatcher.again(ticket) or broken == BROKEN_MAX:
+                reached = not isinstance(error, NOT_REACHED)
+                broken += reached
+                failure = Failure.SILENT if isinstance(error, _Lost) else Failure.BROKE_OFF
+                more = self.dispatcher.again(ticket, failure if reached else Failure.UNREACHABLE)
+                if not more or broken == BROKEN_MAX:
                     return None
                 continue
-            if answer.status_code not in TAKES_NOTHING or not self.dispatcher.others(ticket):
+            self.dispatcher.heard(server)
+            status = answer.status_code
+            is_error = _is_error(answer)
+            server.errors_in_all += status >= 500
+            if status in TAKES_NOTHING and self.dispatcher.others(ticket):
+                log.warning("%s: answers %d", server.url, status)
+                await answer.aclose()
+                self.dispatcher.again(ticket, Failure.TAKES_NOTHING)
+            elif is_error and len(ticket.erred) < ERRED_MAX and self.dispatcher.others(ticket, up=True):
+                await answer.aclose()
+                self.dispatcher.errs(ticket)
+            else:
+                if is_error:  # of all that were asked, so it is the request's own
+                    ticket.erred.clear()
+                self.dispatcher.begins(ticket)
                 return answer
-            log.warning("%s: answers %d", server.url, answer.status_code)
-            await answer.aclose()
-            self.dispatcher.again(ticket)
+
+    def is_late(self, server: Server) -> None:
+        """Nothing came of an answer for long. If nothing came of any other one either, the server hangs, though it may
+        say that it is well."""
+        if server.heard_at <= asyncio.get_running_loop().time() - self.silent_s:
+            server.failed += 1
+            self.dispatcher.leave_out(server, Failure.SILENT)
 
     async def _send(self, server: Server, asked: Asked) -> httpx.Response:
         """The beginning of its answer. The server may close a kept connection just as the request comes: that says
@@ -217,7 +260,7 @@ class Gateway:
         return JSONResponse(await self.ahead.expect(asked, int(1000 * eta_s), int(1000 * ttl_s)))
 
     async def models(self, request: Request) -> Response:
-        for server in self.dispatcher.servers:
+        for server in sorted(self.dispatcher.servers, key=lambda server: not server.up):
             try:
                 answer = await self._http.get(
                     f"{server.url}/v1/models", headers=_passed_down(request), timeout=CONNECT_S
@@ -228,8 +271,10 @@ class Gateway:
         return _error(502, "no server could be reached")
 
     async def health(self) -> Response:
-        up = [server.url for server in self.dispatcher.servers if server.up]
-        return JSONResponse({"up": up}, 200 if up else 503)
+        servers = self.dispatcher.servers
+        up = [server.url for server in servers if server.up]
+        left_out = {server.url: server.left_out for server in servers if server.left_out is not None}
+        return JSONResponse({"up": up, "left_out": left_out}, 200 if up else 503)
 
     async def metrics(self) -> Response:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE)
@@ -259,16 +304,28 @@ class _Relay(StreamingResponse):
             await asyncio.shield(self._answer.aclose())  # which ends the request there, if it still runs
 
     async def _pieces(self) -> AsyncIterator[bytes]:
-        server, ahead = self._ticket.server, self._gateway.ahead
+        server, ahead, dispatcher = self._ticket.server, self._gateway.ahead, self._gateway.dispatcher
         assert server is not None, self._ticket
+        well = False
         try:
             async for data in self._answer.aiter_raw():
+                dispatcher.heard(server)
+                if not well and not _is_error(self._answer):
+                    dispatcher.answered(self._ticket)
+                    well = True
                 yield data
+        except httpx.TimeoutException:
+            log.warning("an answer of %s stopped: nothing came for %g s", server.url, self._gateway.silent_s)
+            self._gateway.is_late(server)
+            raise
         except httpx.TransportError as error:
-            log.warning("an answer broke off: %s", error or type(error).__name__)
-            self._gateway.dispatcher.broke(server)
+            log.warning("an answer of %s broke off: %s", server.url, error or type(error).__name__)
+            server.failed += 1
+            dispatcher.leave_out(server, Failure.BROKE_OFF)
             raise
         server.answered += 1
+        if not well and not _is_error(self._answer):
+            dispatcher.answered(self._ticket)
         if ahead is not None and self._answer.status_code == 200:
             ahead.answered(self._ticket)
 
@@ -287,6 +344,10 @@ class _Gone(Exception):
     """Whoever asked is gone."""
 
 
+class _Lost(Exception):
+    """The server has gone silent."""
+
+
 class _Unsayable(Exception):
     """What a client sent is no HTTP: that is no server's fault."""
 
@@ -297,16 +358,23 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _unless(gone: asyncio.Task[None], wanted: asyncio.Future[Any]) -> Any:
-    """Its result; cancelled, and _Gone raised, when whoever asked is gone before."""
+async def _unless(
+    gone: asyncio.Task[None], wanted: asyncio.Future[Any], *, lost: asyncio.Future[None] | None = None
+) -> Any:
+    """Its result; cancelled, and _Gone raised, when whoever asked is gone before, or _Lost when its server is."""
     try:
-        await asyncio.wait({gone, wanted}, return_when=asyncio.FIRST_COMPLETED)
+        ends = {gone, wanted} if lost is None else {gone, wanted, lost}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not wanted.done():
-            raise _Gone
+            raise _Gone if gone.done() else _Lost("silent")
         return wanted.result()
     finally:
         if not wanted.done():
             wanted.cancel()
+
+
+def _is_error(answer: httpx.Response) -> bool:
+    return answer.status_code >= 500 or answer.status_code in OF_THE_SERVER
 
 
 def _passed_down(request: Request) -> dict[bytes, bytes]:

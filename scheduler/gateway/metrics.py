@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from kvstore.scheduler.gateway.dispatch import Dispatcher, Server
+from kvstore.scheduler.gateway.dispatch import Dispatcher, Failure, Server
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 HINTS = {
@@ -42,7 +42,32 @@ class Metrics(Collector):
             GaugeMetricFamily, "running", "Requests that it has", servers, lambda one: one.running
         )
         yield _by_server(
-            GaugeMetricFamily, "up", "Whether it could be reached of late", servers, lambda one: one.up
+            GaugeMetricFamily,
+            "up",
+            "Whether it gets requests; 0: it is left out",
+            servers,
+            lambda one: one.up,
+        )
+        yield _by_server(
+            GaugeMetricFamily,
+            "on_trial",
+            "Whether it gets one request at a time, until it has answered one",
+            servers,
+            lambda one: one.on_trial,
+        )
+        outages = CounterMetricFamily(
+            "attnstore_gateway_left_out", "Times that it was left out, and why", labels=["server", "why"]
+        )
+        for server in servers:
+            for failure in Failure:
+                outages.add_metric([server.url, failure], server.outages_in_all[failure])
+        yield outages
+        yield _by_server(
+            CounterMetricFamily,
+            "errors",
+            "Answers with a status of 500 or more",
+            servers,
+            lambda one: one.errors_in_all,
         )
         yield _by_server(CounterMetricFamily, "answered", "Answers", servers, lambda one: one.answered)
         yield _by_server(

@@ -261,7 +261,7 @@ def test_who_goes_away_leaves_the_queue_and_the_server(
 def test_a_server_that_is_gone_costs_nobody_an_answer(
     servers: list[OpenAi], gateway: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "DOWN_S", 2 * BOUND_S)
+    monkeypatch.setattr(dispatch, "OUT_S", 2 * BOUND_S)
     url = gateway(slots=2)
     servers[0].listener.stop()
     servers[1].go.set()
@@ -550,7 +550,7 @@ def test_room_for_nobody_is_refused(
     with pytest.raises(SystemExit) as ended:
         gateway_program.main()
     assert ended.value.code == 2
-    assert f"argument {option}: 0 is not above 0" in capsys.readouterr().err
+    assert f"argument {option}: 0: must be at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", ["nonsense", "127.0.0.1:8000", "http://", "http://host:99999", "ftp://host"])
@@ -566,12 +566,22 @@ def test_a_server_without_an_address_is_refused(
 
 @pytest.mark.parametrize("module", ["uvicorn", "fastapi", "httpx"])
 def test_without_its_extra_it_says_what_to_install(module: str) -> None:
-    program = (
-        f"import runpy, sys; sys.modules['{module}'] = None;"
-        "runpy.run_module('kvstore.scheduler.gateway', run_name='__main__', alter_sys=True)"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = run_without([module], "--server", "http://127.0.0.1:1")
     assert ended.returncode == 1
     assert ended.stderr == f"the gateway needs {module}: pip install 'attnstore[gateway]'\n"
+
+
+@pytest.mark.parametrize(("given", "status"), [(["--help"], 0), (["--slots", "x"], 2)], ids=["help", "wrong"])
+def test_its_options_are_read_before_what_takes_long_to_load(given: list[str], status: int) -> None:
+    ended = run_without(["uvicorn", "fastapi", "httpx", "grpc", "numpy"], *given)
+    assert ended.returncode == status, ended.stderr
+    assert "usage: python -m kvstore.scheduler.gateway" in ended.stdout + ended.stderr
+
+
+def run_without(modules: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    program = (
+        f"import runpy, sys; sys.modules.update(dict.fromkeys({modules!r}));"
+        "runpy.run_module('kvstore.scheduler.gateway', run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-P", "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

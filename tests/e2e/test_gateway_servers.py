@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,10 +22,10 @@ from kvstore.scheduler.gateway import dispatch
 from kvstore.scheduler.gateway.app import Settings, create_app
 
 from .ssd_tools import eventually
-from .test_gateway import BOUND_S, Asking, Listener, OpenAi, gateway, servers
+from .test_gateway import BOUND_S, Asking, Listener, OpenAi, figure, gateway, servers
 
 __all__ = ["gateway", "servers"]  # fixtures
-Answer = Callable[[int, Mapping[bytes, bytes]], bytes]
+Answer = Callable[[int, Mapping[bytes, bytes]], bytes | Iterator[bytes]]
 """From the number of a request on its connection, and its headers; b"" closes the connection."""
 PROGRAM = (sys.executable, "-P", "-m", "kvstore.scheduler.gateway")
 KEEPALIVE_TIMER = "02"
@@ -36,15 +37,18 @@ def said(body: bytes, *lines: bytes, status: bytes = b"200 OK") -> bytes:
 
 
 class Peer:
-    """Answers byte by byte as it is told to."""
+    """Answers byte by byte as it is told to, and that it is well while `well` is set; until then it does not say."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
+        self.well = threading.Event()
+        self.well.set()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
+        self.well.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -56,22 +60,30 @@ class Peer:
 
     def _talk(self, connection: socket.socket) -> None:
         with connection, connection.makefile("rb") as stream, contextlib.suppress(OSError):
-            answer, number = b"?", 0
+            answer: bytes | Iterator[bytes] = b"?"
+            number = 0
             while answer and (lines := list(iter(lambda: stream.readline().strip(), b""))):
+                if lines[0].startswith(b"GET /health "):
+                    self.well.wait(BOUND_S)
+                    connection.sendall(said(b"well"))
+                    continue
                 headers = dict(line.lower().split(b": ", 1) for line in lines[1:])
                 stream.read(int(headers[b"content-length"]))
                 answer, number = self._answer(number, headers), number + 1
-                connection.sendall(answer)
+                for part in [answer] if isinstance(answer, bytes) else answer:
+                    connection.sendall(part)
 
 
 @pytest.fixture
 def before() -> Iterator[Callable[..., str]]:
-    """before(answer, ...) -> the URL of a gateway before such servers"""
+    """before(answer or Peer, ..., **settings) -> the URL of a gateway before such servers"""
     with contextlib.ExitStack() as ends:
 
-        def start(*answers: Answer) -> str:
-            peers = [ends.enter_context(contextlib.closing(Peer(answer))) for answer in answers]
-            listener = Listener(create_app(Settings(tuple(peer.url for peer in peers))))
+        def start(*answers: Answer | Peer, **settings: Any) -> str:
+            peers = [answer if isinstance(answer, Peer) else Peer(answer) for answer in answers]
+            for peer in peers:
+                ends.callback(peer.close)
+            listener = Listener(create_app(Settings(tuple(peer.url for peer in peers), **settings)))
             ends.callback(listener.stop)
             return listener.url
 
@@ -132,40 +144,30 @@ def test_a_request_that_ends_its_servers_does_not_get_all_of_them(before: Callab
     assert (answer.status_code, len(had)) == (502, 2)
 
 
-def test_an_error_that_is_the_requests_own_is_not_tried_elsewhere(before: Callable[..., str]) -> None:
-    url = before(lambda *_: said(b"no", status=b"500 E"), lambda *_: said(b"fine"))
-    assert ask(url).status_code == 500
-    assert len(httpx.get(f"{url}/health").json()["up"]) == 2
-
-
 def test_who_waits_gets_a_server_that_is_back(
     servers: list[OpenAi], gateway: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though nobody comes or leaves, which is when the queue was looked at."""
-    monkeypatch.setattr(dispatch, "DOWN_S", 1.0)
-    away = socket.create_server(("127.0.0.1", 0))
-    away.settimeout(BOUND_S)
-    here = f"http://127.0.0.1:{away.getsockname()[1]}"
-    url = gateway(servers=(here, servers[1].listener.url))
-    closing = threading.Thread(target=_close_one, args=(away,))
-    closing.start()
-    first = Asking(url, {"prompt": "first"})
-    closing.join(BOUND_S)
-    eventually(lambda: servers[1].asked == ["first"])
-    waits = Asking(url, {"prompt": "waits"})
-    with away.accept()[0] as again, again.makefile("rwb") as stream:
-        while stream.readline().strip():
-            pass
-        stream.write(said(b"back"))
-        stream.flush()
+    monkeypatch.setattr(dispatch, "OUT_S", 0.1)
+    broke_off = threading.Event()
+
+    def first_breaks_off(*_: object) -> bytes:
+        if broke_off.is_set():
+            return said(b"back")
+        broke_off.set()
+        peer.well.clear()
+        return b""
+
+    with contextlib.closing(Peer(first_breaks_off)) as peer:
+        url = gateway(servers=(peer.url, servers[1].listener.url))
+        first = Asking(url, {"prompt": "first"})
+        eventually(lambda: servers[1].asked == ["first"])
+        waits = Asking(url, {"prompt": "waits"})
+        eventually(lambda: figure(url, "attnstore_gateway_waiting") == 1)
+        peer.well.set()
         assert waits.result().text == "back"
-    servers[1].go.set()
-    assert first.result().json()["by"] == "two"
-    away.close()
-
-
-def _close_one(listener: socket.socket) -> None:
-    listener.accept()[0].close()
+        servers[1].go.set()
+        assert first.result().json()["by"] == "two"
 
 
 def test_headers_that_are_no_ascii_are_passed_on(before: Callable[..., str]) -> None:
