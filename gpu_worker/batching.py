@@ -30,12 +30,13 @@ from kvstore.gpu_worker.canary import TOKENS_MAX, SelfTest, differs, is_sampled,
 from kvstore.gpu_worker.chain import Seen
 from kvstore.gpu_worker.choices import Choices
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
+from kvstore.gpu_worker.defaults import CHUNK_TOKENS, WAITING_MAX
 from kvstore.gpu_worker.device import Device, device_for_steps
 from kvstore.gpu_worker.forward import Forward
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.identity import Identity, Verdict
 from kvstore.gpu_worker.kernel_check import prove_kernels
-from kvstore.gpu_worker.layout import CHUNK_TOKENS, Geometry, namespace_of
+from kvstore.gpu_worker.layout import Geometry, namespace_of
 from kvstore.gpu_worker.loader import LoadFailed
 from kvstore.gpu_worker.masses import MassBook
 from kvstore.gpu_worker.pool_store import PoolStore
@@ -63,8 +64,6 @@ log = logging.getLogger(__name__)
 
 Finish = Literal["", "stop", "length", "error"]
 NO_TOKEN = -1
-WAITING_MAX = 1024
-"""Requests that may wait for a place among those that run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvstore.client import connect
 from kvstore.errors import StoreError, Unsupported
+from kvstore.gpu_worker.defaults import CHUNK_TOKENS
 from kvstore.gpu_worker.identity import Identity, Verdict
-from kvstore.gpu_worker.layout import CHUNK_TOKENS, Geometry, bits, namespace_of
+from kvstore.gpu_worker.layout import Geometry, bits, namespace_of
 from kvstore.gpu_worker.pool_store import maker_of
 from kvstore.gpu_worker.saver import Saver, TurnSave
 from kvstore.gpu_worker.store import Store

@@ -26,10 +26,10 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvstore.errors import Unsupported
+from kvstore.gpu_worker.defaults import CHUNK_TOKENS
 from kvstore.layout import GroupSpec, LayerSlice, NamespaceSpec
 
 GROUP = "kv"
-CHUNK_TOKENS = 64
 SUPPORTED_MODELS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 """`config.model_type` of the families whose KV is known to be what the keys say: K and V of a token depend on its
 position, on the tokens before it, and on nothing else."""

@@ -72,6 +72,8 @@ BODY_BYTES_MAX = 8 << 20
 BODY_S = 60.0
 """In which a body has to arrive."""
 ADMIN = "admin"
+LONG_CHARACTERS = 64 << 10
+"""Longer texts have a tokenizer and a thread of their own: megabytes take seconds, for which no short one waits."""
 FLUSH_MAX_S = 600.0
 FLUSH_SLICE_S = 0.2
 log = logging.getLogger(__name__)
@@ -137,7 +139,8 @@ class Api:
         self._close_timeout_s = close_timeout_s
         self._started = started
         self._since = int(time.time())
-        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._short = _Lane(lambda: text, "tokenizer")
+        self._long = _Lane(lambda: None if text is None else text.another(), "long-texts")
 
     def app(self) -> Starlette:
         return Starlette(
@@ -168,7 +171,8 @@ class Api:
             if self._prompt_cache is not None:
                 await self._prompt_cache.close()
             await self._service.close(self._close_timeout_s)
-            self._tokenizing.shutdown(wait=False)
+            self._short.close()
+            self._long.close()
 
     # ------------------------------------------------------------------------------------------------------ calls
 
@@ -182,13 +186,15 @@ class Api:
         text = self._text
         if text is None or not text.chats:
             raise Refused(400, "the model has no chat template: ask /v1/completions", param="messages")
+        characters = sum(len(message["content"]) for message in messages)
+        lane = self._lane(text, wish, characters, param="messages")
         try:
-            tokens = await self._in_words(text.chat, messages)
+            tokens = await unless_gone(request.receive, lane.run(lambda text: text.chat(messages)))
         except ValueError as error:
             raise Refused(400, str(error), param="messages") from None
         turns = None
         if self._cuts(wish, tokens):
-            turns = await asyncio.get_running_loop().run_in_executor(self._tokenizing, text.turns, messages)
+            turns = await unless_gone(request.receive, lane.run(lambda text: text.turns(messages)))
         return await self._answer(request, tenant, wish, tokens, chat=True, turns=turns)
 
     def _cuts(self, wish: Wish, tokens: Sequence[int]) -> bool:
@@ -262,8 +268,10 @@ class Api:
         if isinstance(prompt, str):
             if self._text is None:
                 raise Refused(400, "the model has no tokenizer: give token ids", param="prompt")
+            words = prompt
+            lane = self._lane(self._text, wish, len(words), param="prompt")
             try:
-                prompt = await self._in_words(self._text.encode, prompt)
+                prompt = await unless_gone(request.receive, lane.run(lambda text: text.encode(words)))
             except ValueError as error:
                 raise Refused(400, str(error), param="prompt") from None
         return await self._answer(request, tenant, wish, prompt, chat=False)
@@ -322,9 +330,18 @@ class Api:
             raise Refused(400, str(error), param="epoch") from None
         return Json({"reset": True})
 
-    async def _in_words(self, what: Callable[..., list[int]], words: object) -> list[int]:
-        """Off the loop, on a thread that waits for nothing else."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, what, words)
+    def _lane(self, text: Text, wish: Wish, characters: int, *, param: str) -> _Lane:
+        """Where words are made tokens of. Raises Refused (400) for more than this worker could take, without a look."""
+        engine = self._service.engine
+        least = -(-characters // text.characters_per_token)
+        if least > engine.tokens_max and not (engine.truncation is not None and wish.cut):
+            raise Refused(
+                400,
+                f"the prompt has {characters} characters, which are more than {least} tokens: this worker takes "
+                f"{engine.tokens_max}",
+                param=param,
+            )
+        return self._long if characters > LONG_CHARACTERS else self._short
 
     async def _off_the_loop(self, what: Callable[[], T]) -> T:
         """On a thread that waits for the daemon's schemas, not for the tokens of others."""
@@ -457,6 +474,30 @@ class Api:
     def _check_admin(self, tenant: str) -> None:
         if self._keys and tenant != ADMIN:
             raise Refused(403, f"this is for the tenant {ADMIN!r}")
+
+
+class _Lane:
+    """A tokenizer, and the thread that it is used on, which waits for nothing else."""
+
+    def __init__(self, text: Callable[[], Text | None], name: str) -> None:
+        """`text` is called on that thread, once it is needed."""
+        self._make = text
+        self._text: Text | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+
+    def __repr__(self) -> str:
+        return f"_Lane({self._text!r})"
+
+    async def run(self, what: Callable[[Text], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, what)
+
+    def _run(self, what: Callable[[Text], T]) -> T:
+        self._text = self._text or self._make()
+        assert self._text is not None, "words are refused where there is no tokenizer"
+        return what(self._text)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class _Words:

@@ -19,6 +19,8 @@ EXACT_MAX = 16
 RENDERED_MAX = 256
 """and the most, where there is no other way."""
 MARK = "\N{SECTION SIGN}a message\N{SECTION SIGN}"
+SHRINKS_BY = 4
+"""As much shorter a tokenizer may make a text before it cuts it, by composing letters."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What half a character decodes to."""
 
@@ -33,6 +35,16 @@ class Text:
         self._decoding = copy.deepcopy(tokenizer)  # a tokenizer that is encoding must not be used meanwhile
         self._template = template or None
         self._lock = threading.Lock()
+        self.characters_per_token = SHRINKS_BY * max(map(len, tokenizer.get_vocab()), default=1)
+        """No token is made of more."""
+
+    def another(self) -> Text:
+        """The same, for another thread that encodes."""
+        with self._lock:
+            other = copy.copy(self)
+            other._encoding = copy.deepcopy(self._encoding)
+        other._lock = threading.Lock()
+        return other
 
     @property
     def chats(self) -> bool:

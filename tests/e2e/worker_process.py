@@ -23,6 +23,7 @@ from typing import Any
 import kvstore.client.lease
 from kvstore.gpu_worker import worker
 from kvstore.gpu_worker.saver import Saver
+from kvstore.gpu_worker.serve import process
 
 
 def stop_at_call(number: int, function: Callable[..., Any], *, before: bool = True) -> Callable[..., Any]:
@@ -72,7 +73,7 @@ def main(arguments: list[str]) -> None:
 
 def fork_once_connected() -> None:
     """The child has the descriptor socket and the stream's socket open too: neither may look as if we lived."""
-    connect = worker.connect
+    connect = process.connect
 
     def connecting(*args: Any, **kwargs: Any) -> Any:
         client = connect(*args, **kwargs)
@@ -82,7 +83,7 @@ def fork_once_connected() -> None:
         print(f"child {child}", file=sys.stderr, flush=True)
         return client
 
-    worker.connect = connecting
+    process.connect = connecting
 
 
 if __name__ == "__main__":

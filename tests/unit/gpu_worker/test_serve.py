@@ -20,7 +20,7 @@ import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvstore.gpu_worker import worker
+from kvstore.gpu_worker import options
 from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.serve import api, connection
 from kvstore.gpu_worker.serve.api import Api
@@ -509,13 +509,13 @@ def test_options_that_cannot_be_are_named(tmp_path: Path) -> None:
     ):
         path.write_text(content)
         with pytest.raises(ValueError, match=re.escape(what)):
-            worker.keys_of(path)
+            options.keys_of(path)
     path.write_text("a k1\n\nb k2\na k3\n")
-    assert worker.keys_of(path) == {"k1": "a", "k2": "b", "k3": "a"}
-    assert worker.bytes_of("64m") == 64 << 20
+    assert options.keys_of(path) == {"k1": "a", "k2": "b", "k3": "a"}
+    assert options.bytes_of("64m") == 64 << 20
     for wrong in ("", "0", "-1", "5X", "1.5G"):
         with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
-            worker.bytes_of(wrong)
+            options.bytes_of(wrong)
 
 
 def test_a_request_that_is_taken_after_a_failed_step_is_answered(
@@ -714,3 +714,41 @@ def test_a_conversation_goes_on_beyond_the_window(serve: Callable[..., Served], 
     assert served.ask("POST", "/v1/chat/completions", HELLO | {"truncation": "perhaps"}).status == 400
     long = {"prompt": "a text of its own " * 40, "temperature": 0, "max_tokens": 4}
     assert served.post("/v1/completions", long)["usage"]["prompt_tokens_details"]["cut_tokens"] > 0
+
+
+def test_no_short_text_waits_for_a_long_one(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megabytes take seconds."""
+    monkeypatch.setattr(api, "LONG_CHARACTERS", 50)
+    begun, end = threading.Event(), threading.Event()
+    encode = Text.encode
+
+    def slowly(text: Text, prompt: str) -> list[int]:
+        if len(prompt) > 50:
+            begun.set()
+            assert end.wait(BOUND_S)
+        return encode(text, prompt)
+
+    monkeypatch.setattr(Text, "encode", slowly)
+    one = serve()
+    one.send("/v1/completions", {"prompt": "x" * 60, "max_tokens": 1})
+    try:
+        assert begun.wait(BOUND_S)
+        assert one.post("/v1/completions", {"prompt": "short", "max_tokens": 1})["choices"]
+    finally:
+        end.set()
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_what_cannot_fit_is_refused_before_it_is_read(
+    chat: bool, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = serve()
+    words = "x" * (1 + one.engine.tokens_max * Text(byte_tokenizer()).characters_per_token)
+    monkeypatch.setattr(Text, "_tokens", lambda *_, **__: pytest.fail("it was read"))
+    body = {"messages": [{"role": "user", "content": words}]} if chat else {"prompt": words}
+    response = one.ask("POST", f"/v1/{'chat/' if chat else ''}completions", body)
+    error = json.load(response)["error"]
+    assert response.status == 400 and error["param"] == ("messages" if chat else "prompt")
+    assert f"the prompt has {len(words)} characters" in error["message"]

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.gpu_worker import worker
+from kvstore.gpu_worker.options import parser
+from kvstore.gpu_worker.serve.process import truncation_of
 from kvstore.gpu_worker.truncation import Truncation
 
 from .conftest import tiny_llama
@@ -29,11 +31,11 @@ def test_a_folder_without_a_model_is_named(
 
 def test_settings_of_truncation_reach_the_engine() -> None:
     given = "--model m --truncate-tokens 256 --truncate-head 4 --truncate-recompute .2 --truncate-deviating"
-    options = worker._parser().parse_args([*given.split(), "--truncate-keep-positions"])
-    assert worker.truncation_of(options, 512) == Truncation(
+    options = parser().parse_args([*given.split(), "--truncate-keep-positions"])
+    assert truncation_of(options, 512) == Truncation(
         256, head_tokens=4, recompute_share=0.2, deviating=True, keep_positions=True, positions_max=512
     )
-    assert worker.truncation_of(worker._parser().parse_args(["--model", "m"]), 512) is None
+    assert truncation_of(parser().parse_args(["--model", "m"]), 512) is None
 
 
 def test_settings_that_cannot_be_are_said_in_one_line(
@@ -87,13 +89,24 @@ def test_a_file_that_cannot_be_read_is_named_with_its_option(
 
 
 @pytest.mark.parametrize("module", ["torch", "uvicorn", "transformers"])
-def test_without_its_extra_it_says_what_to_install(module: str) -> None:
-    program = (
-        f"import runpy, sys; sys.modules['{module}'] = None;"
-        "runpy.run_module('kvstore.gpu_worker.worker', run_name='__main__', alter_sys=True)"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
+def test_without_its_extra_it_says_what_to_install(module: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    ended = run_without([module], "--model", str(tmp_path))
     assert ended.returncode == 1
     assert ended.stderr == f"the worker needs {module}: pip install 'attnstore[worker]'\n"
+
+
+@pytest.mark.parametrize(("given", "status"), [(["--help"], 0), (["--port", "x"], 2)], ids=["help", "wrong"])
+def test_its_options_are_read_before_what_takes_seconds_to_load(given: list[str], status: int) -> None:
+    ended = run_without(["torch", "transformers", "uvicorn", "grpc", "numpy"], *given)
+    assert ended.returncode == status, ended.stderr
+    assert "usage: worker" in ended.stdout + ended.stderr
+
+
+def run_without(modules: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    program = (
+        f"import runpy, sys; sys.modules.update(dict.fromkeys({modules!r}));"
+        "runpy.run_module('kvstore.gpu_worker.worker', run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-P", "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
