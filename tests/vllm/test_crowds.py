@@ -127,6 +127,8 @@ class Crowd:
         self.told: dict[str, Told] = {}
         self.ended: list[Told] = []
         self.asked = self.preempted = 0
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Happens during the next step: vLLM hears of it before it hears of the step."""
         self._ahead = ahead
         self._pending: tuple[Any, Any] | None = None
 
@@ -137,9 +139,10 @@ class Crowd:
 
     # ----------------------------------------------------------------------------------------------- what happens
 
-    def add(self, tokens: list[int], salt: str, priority: int, **changes: Any) -> None:
+    def add(self, tokens: list[int], salt: str, priority: int, *, count: int = 0, **changes: Any) -> None:
+        """`count`: of answer tokens; 0: any."""
         self.asked += 1
-        count = self.chosen.choice((1, 2, 5, 40, 70))
+        count = count or self.chosen.choice((1, 2, 5, 40, 70))
         request = Request(
             request_id=f"r{self.asked}",
             prompt_token_ids=tokens,
@@ -155,9 +158,10 @@ class Crowd:
         self.told[request.request_id] = Told(request, tokens, count, salt)
         self.scheduler.add_request(request)
 
-    def abort(self) -> None:
+    def abort(self, name: str = "") -> None:
+        """The request of this name, or any."""
         if self.told:
-            name = self.chosen.choice(list(self.told))
+            name = name or self.chosen.choice(list(self.told))
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
             del self.told[name]
 
@@ -199,6 +203,8 @@ class Crowd:
             for name in told
         ]
         merged = self._executed(output, told, spans, says)
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
         before, self._pending = self._pending, (output, merged)
         if not self._ahead:
             before, self._pending = self._pending, None
@@ -252,13 +258,22 @@ class Crowd:
 
     def _forward(self, told: dict[str, Told], spans: dict[str, Any], arriving: set[int]) -> set[str]:
         """Requests that attention computed on what was not there, as a load in this step may leave it: vLLM hears of
-        it after the step. The ranks add up what each has computed: what one lacks spoils what all compute then."""
+        it after the step. The ranks add up what each has computed: what one lacks spoils what all compute then. In each
+        layer the KV of all new tokens is written before attention reads: one request may share what another one
+        computes in the same step."""
         wrong: set[str] = set()
         for group, names in enumerate(self.names):
             for layer, name in enumerate(names):
                 bases = [4096.0 * (layer + LAYERS * (group + 4 * rank)) for rank in range(len(self.workers))]
                 for rank, worker in enumerate(self.workers):
                     worker.wait_for_layer_load(name)
+                    tensor = self.tensors[rank][name]
+                    for each, (start, end, blocks) in spans.items():
+                        values = told[each].values[start:end] + bases[rank] + 0.5 * (each in wrong)
+                        places = torch.arange(start, end)
+                        numbers = torch.tensor(blocks[group])[places // BLOCK]
+                        tensor[numbers, :, places % BLOCK] = values[:, None, None]
+                for rank, worker in enumerate(self.workers):
                     for each, (start, _, blocks) in spans.items():
                         expected = told[each].values + bases[rank]
                         if gone := self._gone(
@@ -266,14 +281,7 @@ class Crowd:
                         ):
                             assert gone <= arriving, (each, rank, name, gone, start)
                             wrong.add(each)
-                for rank, worker in enumerate(self.workers):
-                    tensor = self.tensors[rank][name]
-                    for each, (start, end, blocks) in spans.items():
-                        values = told[each].values[start:end] + bases[rank] + 0.5 * (each in wrong)
-                        places = torch.arange(start, end)
-                        numbers = torch.tensor(blocks[group])[places // BLOCK]
-                        tensor[numbers, :, places % BLOCK] = values[:, None, None]
-                    worker.save_kv_layer(name, tensor, None)
+                    worker.save_kv_layer(name, self.tensors[rank][name], None)
         return wrong
 
     def _gone(self, group: int, tensor: Any, expected: Any, end: int, blocks: Sequence[int]) -> set[int]:
@@ -511,7 +519,10 @@ def happen(chosen: random.Random, crowds: list[Crowd], daemon: Daemon, ended: li
             changes["skip_reading_prefix_cache"] = True
         crowd.add(tokens[:TOKENS_MAX], salt, chosen.randrange(3), **changes)
     elif what < 0.32:
-        crowd.abort()
+        if chosen.random() < 0.5:
+            crowd.abort()
+        else:
+            crowd.meanwhile = crowd.abort
     elif what < 0.36:
         crowd.reset()
     elif what < 0.38:
@@ -606,6 +617,58 @@ def test_what_a_step_failed_to_load_no_other_request_is_given(
         loading.finish()  # and looks at each block, of each rank
         until(loading.is_idle)
         assert loading.restored() > 0, "the other one has loaded it"
+        assert not loading.bugs()
+    finally:
+        for crowd in crowds:
+            crowd.close()
+
+
+@pytest.mark.parametrize("gone", ["after the step", "in the step", "in the step, while another waits"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_step_computed_behind_a_failed_load_no_other_request_is_given(
+    model: Path, daemon: Daemon, rank: int, gone: str
+) -> None:
+    """Of a request all blocks fail but the first, which vLLM has itself, and the step has filled more behind these. A
+    shorter request brings what was to be loaded to vLLM's own cache again, and whoever goes on behind that finds what
+    follows there, if it is left. The one that waits had all blocks until it was preempted: they are others' by now."""
+    extra = {**PATIENT, "layerwise": True, "salt": f"behind {gone} {rank}"}
+    saving, loading = crowds = [
+        ByConnector(model, daemon.run_dir, random.Random(gone), extra) for _ in range(2)
+    ]
+    tokens, known = prompt(985, 300), 4 * BLOCK + 2
+    try:
+        saving.add(tokens[:known], "", 0)
+        saving.finish()
+        for worker in saving.workers:
+            assert worker.worker_side.saver.flush(BOUND_S)
+        if gone.endswith("waits"):
+            loading.add(prompt(986, (BLOCKS - 1) * BLOCK - 20), "", 2, count=9)
+            waiting = loading.told["r1"].request
+            until(lambda: waiting.num_output_tokens > 0 or loading.step() is not None)
+            assert loading.scheduler.reset_prefix_cache(reset_running_requests=True)
+        else:
+            loading.add(tokens[: BLOCK + 1], "", 0, count=1)
+            loading.finish()
+        own = loading.restored()
+        loader = loading._loaders[rank]
+        loader._blocks = FailsAtLayer(loader._blocks, 1)
+        loading.add(tokens, "", 0)
+        name = f"r{loading.asked}"
+        leave = partial(loading.abort, name)
+        if gone != "after the step":
+            loading.meanwhile = leave
+        until(lambda: loading.late() > 0 or loading.step() is not None)
+        assert loading.late() == 4 - own
+        loading.mend()
+        if gone == "after the step":
+            leave()
+        assert name not in loading.told
+        loading.add(tokens[:known], "", 0, count=1)
+        until(lambda: f"r{loading.asked}" not in loading.told or loading.step() is not None)
+        assert loading.restored() >= 4
+        loading.add(tokens + prompt(987, 9), "", 0)
+        loading.finish()  # and looks at each block, of each rank
+        until(loading.is_idle)
         assert not loading.bugs()
     finally:
         for crowd in crowds:

@@ -86,9 +86,12 @@ class Tracked:
     saved: int = 0
     """Leading blocks that are in the store, or were given to the ranks to save."""
     blocks: list[int] = field(default_factory=list)
+    """As vLLM gave them to it, see `held`."""
+    given: int = -1
+    """Number of preemptions when it got its first ones."""
     keys: list[ChunkKey] = field(default_factory=list)
-    stale: bool = False
-    """Its KV was computed or loaded before a reset."""
+    stale_at: int = -1
+    """Number of preemptions when it had KV that was computed or loaded before a reset."""
     deferred: bool = False
     """It waited for another request's load."""
     own: int | None = None
@@ -105,6 +108,16 @@ class Tracked:
     """How often the daemon was asked about it."""
     noted: int = -1
     """Number of preemptions when the daemon was told that the directory had answered."""
+
+    @property
+    def held(self) -> list[int]:
+        """Its blocks now: once it is preempted, they are others'."""
+        return self.blocks if self.given == self.request.num_preemptions else []
+
+    @property
+    def stale(self) -> bool:
+        """Its KV is of before a reset. A preemption takes it that KV."""
+        return self.stale_at == self.request.num_preemptions
 
 
 class SchedulerSide:
@@ -234,8 +247,7 @@ class SchedulerSide:
         before, self._known = self._known, self._watch.ask()
         if self._known == before:
             return
-        if self._stepped:
-            self._doubtful = set(range(self._blocks))
+        self._doubt_all()
         base = self._name(self._known.digest, self._known.scales) if self._known is not None else None
         if base is not None and base == self._base and self._spec is not None:
             return  # the same weights, another adapter
@@ -250,10 +262,16 @@ class SchedulerSide:
             return True
         self._resets += 1
         self.tally.add(resets=1)
+        self._doubt_all()  # vLLM keeps its own cache while requests run
         if self._base is not None:
             self._use(reset_spec(self._base, self._owner, self._resets))
         self._leave_the_past()
         return True
+
+    def _doubt_all(self) -> None:
+        """Of what vLLM's own cache holds by now nothing is saved, nor what follows it."""
+        if self._stepped:
+            self._doubtful = set(range(self._blocks))
 
     def silence(self) -> None:
         """After an error about what the ranks hold: nothing is named any more, loaded or saved, as long as the engine
@@ -279,7 +297,8 @@ class SchedulerSide:
             self._end_lookup(tracked)
             tracked.hinted = 0.0
             # Not one that still waits: its KV is yet to be computed. One that loads may have what it wanted already.
-            tracked.stale = bool(tracked.blocks) or tracked.tried == tracked.request.num_preemptions
+            if tracked.held or tracked.tried == tracked.request.num_preemptions:
+                tracked.stale_at = tracked.request.num_preemptions
 
     # ---------------------------------------------------------------------------------------------------- lookup
 
@@ -562,7 +581,6 @@ class SchedulerSide:
             fresh = list(given[0]) if given is not None else []
             if name in cached.resumed_req_ids:
                 fresh = self._begin(tracked, fresh, computed[name])
-                tracked.stale = False
             else:
                 tracked.blocks += fresh
             metadata.fresh.update(fresh)
@@ -619,7 +637,7 @@ class SchedulerSide:
         """A request that is scheduled, for the first time or again, with these blocks; returns those still to be
         computed. Between `own` and those, another connector has loaded. With `save_what_others_load` a request that
         was parked for that has `own` no more: vLLM knows by now what failed."""
-        tracked.blocks = blocks
+        tracked.blocks, tracked.given = blocks, tracked.request.num_preemptions
         tracked.begun = True
         self._waits_no_more(tracked)
         begun = computed // self._block_tokens
@@ -688,12 +706,13 @@ class SchedulerSide:
             return
         behind, unknown = set(blocks), set(blocks)
         for tracked in self._requests.values():
-            first = next((n for n, block in enumerate(tracked.blocks) if block in blocks), None)
+            held = tracked.held
+            first = next((n for n, block in enumerate(held) if block in blocks), None)
             if first is not None:
-                behind.update(tracked.blocks[first:])
-                unknown.difference_update(tracked.blocks)
+                behind.update(held[first:])
+                unknown.difference_update(held)
         if unknown and self._settings.layerwise:
-            behind.update(range(self._blocks))  # of a request that was dropped
+            behind.update(range(self._blocks))  # of a request that was dropped, or aborted during the step
         self.forget_blocks(behind)
 
     def reported(self, report: RankReport) -> None:
