@@ -108,7 +108,7 @@ def ask(tests: Sequence[str], folder: Path) -> str:
         return "hung"
     if ended.returncode == 0:
         return "passed"
-    last = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    last = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED tests/", "ERROR tests/"))]
     what = last[0] if last else ended.stdout[-2000:]
     return (
         f"failed: {what}"

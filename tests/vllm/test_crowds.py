@@ -675,6 +675,32 @@ def test_what_a_step_computed_behind_a_failed_load_no_other_request_is_given(
             crowd.close()
 
 
+def test_a_load_that_is_begun_again_leaves_nothing_behind(model: Path, daemon: Daemon) -> None:
+    """Layer by layer: preempted after the step that loads, and the store has less by then."""
+    extra = {**PATIENT, "layerwise": True, "salt": "begun again"}
+    saving, loading = crowds = [ByConnector(model, daemon.run_dir, random.Random(0), extra) for _ in range(2)]
+    tokens = prompt(984, 300)
+    try:
+        saving.add(tokens, "", 0, count=1)
+        saving.finish()
+        for worker in saving.workers:
+            assert worker.worker_side.saver.flush(BOUND_S)
+        loading.add(tokens, "", 0, count=40)
+        until(lambda: loading.restored() > 0 or loading.step() is not None)
+        side = loading.scheduler.connector.scheduler_side
+        (lookup,) = side._loading.values()
+        side._link.ready(side._spec).forget(keys=lookup.keys[5:], timeout_s=BOUND_S)
+        assert loading.scheduler.reset_prefix_cache(reset_running_requests=True)
+        loading.step()
+        assert loading.restored() == 9 + 5
+        loading.finish()
+        until(loading.is_idle)
+        assert not loading.bugs()
+    finally:
+        for crowd in crowds:
+            crowd.close()
+
+
 @pytest.mark.parametrize("way", [way for way in WAYS if way.startswith("connector")])
 def test_requests_of_one_prompt_that_is_all_there(model: Path, daemon: Daemon, way: str) -> None:
     """Of each the last token is computed, into a block of its own; what goes on behind it may have any of these."""

@@ -558,11 +558,13 @@ def test_what_a_waiting_request_found_is_given_back(rig: Callable[..., Rig], ask
             break
         threading.Event().wait(0.02)
     assert lookup.hits == 9 and not lookup.stale
+    leases = list(lookup._leases)
     if end == "reset":
         assert second.scheduler.connector.reset_cache()
     else:
         side.finished(request)
     assert lookup.stale and tracked.lookup is None
+    assert leases and all(lease._released for lease in leases)
 
 
 def test_a_full_queue_drops(rig: Callable[..., Rig]) -> None:

@@ -35,6 +35,8 @@ BATCH_BYTES_MAX = 16 << 20
 BATCH_CHUNKS_MAX = 256
 UNVERIFIED_MAX = 16_384
 """Batches remembered until the weights that have computed them are verified."""
+VERIFIED_MAX = 64
+"""Batches remembered beyond that, for what the other ranks held: these are heard of a step or two later."""
 ALREADY = (GrantResult.ALREADY, GrantResult.BUSY)
 """BUSY: somebody else is saving the same chunk just now."""
 FULL_AGAIN_S = 0.05
@@ -59,7 +61,7 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """Of what was saved before it and is not verified the store shall forget these, or all."""
+    """Of what was saved before it the store shall forget these, or all that is not verified."""
 
     keys: frozenset[ChunkKey] | None = None
 
@@ -95,6 +97,8 @@ class Saver:
         self._queue: deque[Copied | Recall] = deque()
         self._unverified: deque[tuple[float, Namespace, list[ChunkKey]]] = deque(maxlen=UNVERIFIED_MAX)
         """What was saved, by the time of its commit, that nobody has vouched for yet."""
+        self._verified: deque[tuple[Namespace, list[ChunkKey]]] = deque(maxlen=VERIFIED_MAX)
+        """The last for which this rank has."""
         self._doubts = 0
         self._busy = 0
         self._closing = False
@@ -128,7 +132,8 @@ class Saver:
                 self._changed.notify_all()
             elif not any(isinstance(waiting, Recall) for waiting in self._queue):
                 while self._unverified and self._unverified[0][0] < held.verified_at:
-                    self._unverified.popleft()
+                    _, namespace, saved = self._unverified.popleft()
+                    self._verified.append((namespace, saved))
 
     def recall(self, keys: frozenset[ChunkKey]) -> None:
         """The store shall forget these, after what is queued: a rank held other weights when they were computed."""
@@ -191,10 +196,12 @@ class Saver:
 
     def _recall(self, recall: Recall) -> None:
         with self._changed:
-            suspect = list(self._unverified)
+            suspect = [(namespace, saved) for _, namespace, saved in self._unverified]
             if recall.keys is None:
                 self._unverified.clear()
-        for _, namespace, saved in suspect:
+            else:
+                suspect += self._verified
+        for namespace, saved in suspect:
             keys = saved if recall.keys is None else [key for key in saved if key in recall.keys]
             if not keys:
                 continue

@@ -492,6 +492,7 @@ class SchedulerSide:
             tracked.saved = max(tracked.saved, lookup.hits)
             lookup.end()
             return
+        self.loaded({request.request_id})  # layer by layer: in the step before, if it was preempted since
         first, count = lookup.local, -(-num_external_tokens // self._block_tokens)
         block_ids = blocks.get_block_ids()[0]
         keys = lookup.keys[first : first + count]

@@ -452,3 +452,37 @@ def test_what_finds_no_room_is_tried_again_until_its_time_is_up() -> None:
     assert store.asked[2:] == [[d]]
     assert (counts["blocks_saved"], counts["blocks_refused"]) == (3, 1)
     assert len(made._free) == 3, "each buffer is there once"
+
+
+class Forgetful(RoomLater):
+    """Has room, and notes what it shall forget."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked.append([])
+        self.forgotten: list[ChunkKey] = []
+
+    def forget(self, *, keys: list[ChunkKey], timeout_s: float) -> int:
+        self.forgotten += keys
+        return len(keys)
+
+
+@pytest.mark.parametrize("verified", [False, True])
+def test_what_another_rank_spoilt_is_recalled_though_this_one_is_verified(verified: bool) -> None:
+    """That its own weights are what they were says nothing of the other's, which has added to what it saved."""
+    store, counts = Forgetful(), Counter[str]()
+    tally = SimpleNamespace(add=lambda **more: counts.update(more))
+    changes = SimpleNamespace(add=lambda *_: None)
+    made = saver.Saver(store, 8, 0, tally, changes, queue_bytes=32, save_s=BOUND_S, maker=bytes(16))
+    a, b = ChunkKey(b"a"), ChunkKey(b"b")
+    made.put([saver.Copied(None, key, key, made.buffers(1)[0]) for key in (a, b)])
+    assert made.flush(BOUND_S)
+    if verified:
+        made.follow(SimpleNamespace(doubts=0, verified_at=time.monotonic()))
+    made.recall(frozenset([b]))
+    assert made.flush(BOUND_S)
+    assert store.forgotten == [b]
+    made.follow(SimpleNamespace(doubts=1, verified_at=0.0))
+    made.close(BOUND_S)
+    assert store.forgotten == ([b] if verified else [b, a, b])
+    assert counts["blocks_recalled"] == len(store.forgotten)
