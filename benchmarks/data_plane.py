@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness import Goal, arguments, finish, keep
+from harness import Goal, arguments, finish, keep, some
 from peers import Server, Shape
 
 PEERS = Path(__file__).resolve().parent / "peers"
@@ -219,7 +219,7 @@ def main() -> int:
     options.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), metavar="SIZE")
     options.add_argument("--clients", nargs="+", type=int, choices=CLIENTS, default=CLIENTS)
     options.add_argument("--batches", nargs="+", type=int, choices=BATCHES, default=BATCHES)
-    options.add_argument("--rounds", type=int, help="default 30, or 4 with --quick")
+    options.add_argument("--rounds", type=some, help="default 30, or 4 with --quick")
     chosen = options.parse_args()
     rounds = chosen.rounds or (4 if chosen.quick else 30)
     plan: dict[Part, list[str]] = {}

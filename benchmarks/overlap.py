@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness import Goal, arguments, finish, heading
+from harness import Goal, arguments, finish, heading, some
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -256,7 +256,7 @@ def spread(values: list[float]) -> float:
 
 def main() -> int:
     options = arguments(__doc__)
-    options.add_argument("--threads", type=int, default=1, help="threads that compute")
+    options.add_argument("--threads", type=some, default=1, help="threads that compute")
     options.add_argument("--pairs", type=int, default=0, help="of turns in a row of figures 18 and 19")
     options.add_argument(
         "--models", default="", help='"SmolLM2", "300M" or both (none: both, quick: SmolLM2)'

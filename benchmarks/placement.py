@@ -35,7 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from drawn_traces import KINDS, drawn, lengths
-from harness import Goal, arguments, finish, heading, keep
+from harness import Goal, arguments, finish, heading, keep, some
 from placement_figures import CHUNK_TOKENS, DRAM, SESSIONS, SSD_SMALL, WARM_UP, scaled
 from scale import BATCH, CHAIN, Driver, chains, fill, new_driver
 
@@ -117,8 +117,8 @@ def options() -> argparse.ArgumentParser:
     found.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
     found.add_argument("--trace", metavar="FILE", help="as published, compressed or not")
     found.add_argument("--format", choices=sorted(FORMATS), default="mooncake")
-    found.add_argument("--turns", type=int, metavar="N", help="of the trace, only the first")
-    found.add_argument("--dram", type=int, nargs="+", metavar="CHUNKS")
+    found.add_argument("--turns", type=some, metavar="N", help="of the trace, only the first")
+    found.add_argument("--dram", type=some, nargs="+", metavar="CHUNKS")
     found.add_argument("--look-ahead", type=known_turns, nargs="+", metavar="TURNS", help='or "all"')
     found.add_argument("--kinds", nargs="+", choices=[*KINDS], metavar="KIND", help="of drawn traces")
     found.add_argument(
@@ -127,7 +127,7 @@ def options() -> argparse.ArgumentParser:
     found.add_argument(
         "--lengths", metavar="FILE", help="of ShareGPT's conversations, for the paper's setting"
     )
-    found.add_argument("--scale", type=int, metavar="S", help=f"1/S of the paper's size ({PAPER_SCALE})")
+    found.add_argument("--scale", type=some, metavar="S", help=f"1/S of the paper's size ({PAPER_SCALE})")
     return found
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness import commit, kept_in
+from harness import commit, kept_in, some
 
 from kvstore.replay import Trace, read_trace
 from kvstore.replay.baselines import BASELINES, baseline
@@ -692,9 +692,9 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, default=ROOT / "../shared/data/traces", metavar="DIR")
     parser.add_argument(
-        "--scale", type=int, default=6, metavar="S", help="1/S of the paper's size (default: 6)"
+        "--scale", type=some, default=6, metavar="S", help="1/S of the paper's size (default: 6)"
     )
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
+    parser.add_argument("--jobs", type=some, default=1, metavar="N", help="processes")
     parser.add_argument("--cached", action="store_true", help="write the page of the runs that are there")
     parser.add_argument(
         "--traces",

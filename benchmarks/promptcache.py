@@ -40,7 +40,7 @@ from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness import Goal, arena_ready, arguments, connected, finish, heading
+from harness import Goal, arena_ready, arguments, connected, finish, heading, some
 from shared_prefix import READY, smollm2
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -96,7 +96,7 @@ PAPERS_TOKENS_MAX = 6144
 def main() -> int:
     options = arguments(__doc__)
     options.add_argument("--only", choices=("first", "ssd", "examples", "batch"), help="one part")
-    options.add_argument("--sizes", type=int, nargs="+", help="tokens of the module (up to 7,936)")
+    options.add_argument("--sizes", type=some, nargs="+", help="tokens of the module (up to 7,936)")
     options.add_argument("--data", type=Path, default=DATA, help="folder with promptcache/")
     chosen = options.parse_args()
     sizes = chosen.sizes or (QUICK_SIZES if chosen.quick else SIZES)

@@ -42,7 +42,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness import Goal, arguments, finish, heading
+from harness import Goal, arguments, finish, heading, some
 from promptcache import THREADS, encode, store
 from shared_prefix import READY, smollm2
 
@@ -115,7 +115,7 @@ Found = dict[str, Figures]
 def main() -> int:
     options = arguments(__doc__)
     options.add_argument("--data", type=Path, default=DATA, help="folder with longdoc/")
-    options.add_argument("--questions", type=int, help="of each set (default: 40; quick: 1)")
+    options.add_argument("--questions", type=some, help="of each set (default: 40; quick: 1)")
     options.add_argument("--skip", type=int, default=0, help="so many questions of each set")
     options.add_argument(
         "--resume", type=Path, help="file that keeps each question's figures; what is there is not run"

@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from harness import Goal, arguments, finish, heading
+from harness import Goal, arguments, finish, heading, some
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -283,8 +283,8 @@ def text_of(path: Path) -> str:
 def main() -> int:
     options = arguments(__doc__)
     options.add_argument("--text", type=Path, default=TEXT, help="a text, or one in zstd")
-    options.add_argument("--window", type=int, default=512, help="tokens of context (default 512)")
-    options.add_argument("--windows", type=int, default=12, help="how many (default 12)")
+    options.add_argument("--window", type=some, default=512, help="tokens of context (default 512)")
+    options.add_argument("--windows", type=some, default=12, help="how many (default 12)")
     options.add_argument(
         "--keep", type=Path, help="a file by which a run goes on where the one before was ended"
     )

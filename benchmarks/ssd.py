@@ -48,7 +48,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
-from harness import Goal, arena_ready, arguments, connected, finish
+from harness import Goal, arena_ready, arguments, connected, finish, some
 
 from kvstore.client import Client, Namespace, ReadLease, WriteBatch
 from kvstore.layout import GroupSpec, NamespaceSpec
@@ -392,7 +392,7 @@ def main() -> int:
     options.add_argument("--folder", help="where to write; a folder of the disk in question")
     options.add_argument("--only", choices=("buffered", "direct", "space"))
     options.add_argument("--encrypted", action="store_true", help="and the same with our files encrypted")
-    options.add_argument("--chunk", type=int, help="KiB of the only size of chunks")
+    options.add_argument("--chunk", type=some, help="KiB of the only size of chunks")
     chosen = options.parse_args()
     keys = ("", secrets.token_hex(32)) if chosen.encrypted else ("",)
     rows: list[dict[str, Any]] = []

@@ -38,7 +38,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness import Goal, arguments, connected, finish
+from harness import Goal, arguments, connected, finish, some
 
 # See examples/demo.py: compute threads that spin would fight the threads that load and save for the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -419,10 +419,10 @@ def smollm2_shape() -> LlamaForCausalLM:
 def main() -> int:
     options = arguments(__doc__)
     options.add_argument(
-        "--threads", type=int, default=min(2, len(os.sched_getaffinity(0))), help="threads that compute"
+        "--threads", type=some, default=min(2, len(os.sched_getaffinity(0))), help="threads that compute"
     )
     options.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="which (all)")
-    options.add_argument("--histories", nargs="*", type=int, help="of the part turns, in tokens")
+    options.add_argument("--histories", nargs="*", type=some, help="of the part turns, in tokens")
     chosen = options.parse_args()
     torch.set_num_threads(chosen.threads)
     torch.manual_seed(0)

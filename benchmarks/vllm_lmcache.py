@@ -38,7 +38,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness import Goal, arguments, finish, heading
+from harness import Goal, arguments, finish, heading, some
 
 ROOT = Path(__file__).parent.parent
 MODELS = ROOT / ".cache" / "models"
@@ -474,9 +474,9 @@ def main() -> int:
     parser.add_argument(
         "--model", type=Path, help="Hugging Face folder (default: the one that `make demo` made)"
     )
-    parser.add_argument("--rounds", type=int, help="default: 6, a multiple of the arms")
-    parser.add_argument("--lmcache-chunk", type=int, default=256, help="tokens; 256 is LMCache's default")
-    parser.add_argument("--store-bytes", type=int, help="memory of each store")
+    parser.add_argument("--rounds", type=some, help="default: 6, a multiple of the arms")
+    parser.add_argument("--lmcache-chunk", type=some, default=256, help="tokens; 256 is LMCache's default")
+    parser.add_argument("--store-bytes", type=some, help="memory of each store")
     parser.add_argument(
         "--lengths", help="of the prompts, in tokens, with commas between (default: 8,264,1032,2056,4104)"
     )

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness import Goal, arguments, finish, heading
+from harness import Goal, arguments, finish, heading, some
 from vllm_lmcache import ROOT, Engine, end, serve, start_kvstored
 
 LENGTHS = (264, 1032, 2056, 4104)
@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument(
         "--model", type=Path, help="Hugging Face folder (default: the one that `make demo` made)"
     )
-    parser.add_argument("--rounds", type=int, help="default 5, or 2 with --quick")
+    parser.add_argument("--rounds", type=some, help="default 5, or 2 with --quick")
     parser.add_argument(
         "--lengths", help="of the prompts, in tokens, with commas between (default: 264,1032,2056,4104)"
     )

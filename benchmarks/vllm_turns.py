@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import vllm
-from harness import arguments, finish, heading
+from harness import arguments, finish, heading, some
 
 FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 640, 160, 32
 BLOCK = 32
@@ -139,8 +139,8 @@ def conversation(arm: Arm, seed: int, vocabulary: int, count: int) -> list[dict[
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
-    parser.add_argument("--rounds", type=int, help="default 3, or 1 with --quick")
-    parser.add_argument("--turns", type=int, help="default 6, or 3 with --quick")
+    parser.add_argument("--rounds", type=some, help="default 3, or 1 with --quick")
+    parser.add_argument("--turns", type=some, help="default 6, or 3 with --quick")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine is not None:

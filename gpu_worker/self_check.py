@@ -36,7 +36,7 @@ from kvstore.gpu_worker.segments import Path, Segments
 from kvstore.gpu_worker.write_buffer import WriteBuffer, regions
 from kvstore.kernels.pages.cpu import INTEGERS
 from kvstore.kernels.self_check import Shape, Wrong, check_kernels
-from kvstore.layout import NamespaceSpec
+from kvstore.layout import SELF_CHECK_LAYOUT, NamespaceSpec
 from kvstore.types import ChunkKey, GrantResult
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def spec_of(geometry: Geometry) -> NamespaceSpec:
     return NamespaceSpec(
         model=f"kvstore-self-check {geometry.heads}x{geometry.head_dim} {dtype}",  # a model has one layout
         weights_digest=b"kvstore.self.v1",
-        layout_fingerprint=f"self-check/k,v:[H,T,D]:{dtype}",
+        layout_fingerprint=f"{SELF_CHECK_LAYOUT}k,v:[H,T,D]:{dtype}",
         chunk_tokens=geometry.chunk_tokens,
         groups=(geometry.group,),
     )

@@ -62,6 +62,12 @@ class GroupSpec:
         object.__setattr__(self, "layers", _tuple_of(self.layers))
 
 
+TOOLS_LAYOUT = "kvctl-1:opaque"
+SELF_CHECK_LAYOUT = "self-check/"
+OF_TOOLS = (TOOLS_LAYOUT, SELF_CHECK_LAYOUT)
+"""How layouts begin in the namespaces that `kvctl put` and the doctors open: no model that a worker serves."""
+
+
 @dataclass(frozen=True, slots=True)
 class NamespaceSpec:
     """Everything that must be equal for two chunks to be comparable, for a whole model replica, never for one rank.

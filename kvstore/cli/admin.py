@@ -10,7 +10,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from kvstore.cli.command import Command, ask_stats, byte_size, number, refuse_unused, some
+from kvstore.cli.command import Command, ask_stats, byte_size, refuse_unused, some
 from kvstore.cli.output import note, say, say_json
 from kvstore.cli.tables import age, name, peer_text, plain, size, table
 from kvstore.client import Client
@@ -113,9 +113,13 @@ def recall(client: Client, options: argparse.Namespace) -> int:
         say_json(plain(reply))
     else:
         _say_recalled(reply, dry_run=options.dry_run)
-    if not (reply.chunks or reply.sessions_in_all):
-        note(f"kvctl: --maker={options.maker.hex()}: nothing that it made is known here (see kvctl explain)")
-    return 0
+    if reply.chunks or reply.sessions_in_all:
+        return 0
+    barred = "" if options.dry_run else "; what it makes is refused from now on all the same"
+    note(
+        f"kvctl: --maker={options.maker.hex()}: nothing that it made is known here (see kvctl explain){barred}"
+    )
+    return 1
 
 
 def _say_recalled(reply: admin_pb2.RecallReply, *, dry_run: bool) -> None:
@@ -154,9 +158,10 @@ def purge(client: Client, options: argparse.Namespace) -> int:
         except DeadlineExceeded:
             if time.monotonic() > deadline:
                 raise
+    known = bool(reply.chunks or reply.sessions or reply.schemas) or options.tenant in _tenants(client)
     if options.json:
         say_json(plain(reply))
-    else:
+    elif known:
         what = (
             "would be purged"
             if options.dry_run
@@ -166,10 +171,12 @@ def purge(client: Client, options: argparse.Namespace) -> int:
             f"{reply.chunks:,} chunks, {size(reply.bytes)} ({reply.pinned:,} of them under a lease),"
             f" {reply.sessions:,} sessions, {reply.schemas:,} schemas {what}"
         )
-    if not (reply.chunks or reply.sessions or reply.schemas) and options.tenant not in _tenants(client):
-        tenant = peer_text(options.tenant)
-        note(f"kvctl: --tenant={tenant}: nothing of such a tenant is known here (see kvctl namespaces)")
-    return 0
+    if known:
+        return 0
+    told = "" if options.dry_run else "; other nodes are told all the same"
+    tenant = peer_text(options.tenant)
+    note(f"kvctl: --tenant={tenant}: nothing of such a tenant is known here (see kvctl namespaces){told}")
+    return 1
 
 
 def _tenants(client: Client) -> set[str]:
@@ -184,7 +191,7 @@ def _purge_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _quarantine_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--limit", type=number, default=1000, metavar="N")
+    parser.add_argument("--limit", type=some, default=1000, metavar="N")
     parser.add_argument(
         "--retry", action="store_true", help="rewrite and verify now what can be, also what failed it before"
     )
@@ -200,7 +207,7 @@ def _recall_arguments(parser: argparse.ArgumentParser) -> None:
         " daemon left has no known time, and goes too",
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would go")
-    parser.add_argument("--limit", type=number, default=1000, metavar="N", help="sessions listed at most")
+    parser.add_argument("--limit", type=some, default=1000, metavar="N", help="sessions listed at most")
 
 
 def record(client: Client, options: argparse.Namespace) -> int:

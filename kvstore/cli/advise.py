@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvstore.cli.admin import ask_admin
-from kvstore.cli.command import Command, byte_size, number
+from kvstore.cli.command import Command, byte_size, number, some
 from kvstore.cli.output import note, say, say_json
 from kvstore.cli.simulate import share_of, some_bytes
 from kvstore.cli.tables import share, size, table
@@ -50,7 +50,7 @@ def port(text: str) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--seconds", type=number, default=SECONDS, metavar="N", help=f"how long to look (default: {SECONDS})"
+        "--seconds", type=some, default=SECONDS, metavar="N", help=f"how long to look (default: {SECONDS})"
     )
     parser.add_argument(
         "--dram",

@@ -12,7 +12,7 @@ from kvstore.cli.command import Command, byte_size, key, number, refuse_unused, 
 from kvstore.cli.output import note, say, say_json
 from kvstore.cli.tables import name, peer_text, plain, size, table
 from kvstore.client import Client
-from kvstore.errors import BadRequest, DeadlineExceeded
+from kvstore.errors import BadRequest, DeadlineExceeded, NotFound
 from kvstore.types import ChunkKey
 from kvstore.v1 import fleet_pb2, fleet_pb2_grpc
 
@@ -40,10 +40,17 @@ def route(client: Client, options: argparse.Namespace) -> int:
         keys=[ChunkKey(each) for each in options.key or ()],
         session=options.session or b"",
     )
-    return show(options, reply, lambda: _routes(reply, options.session))
+    if options.session and not reply.keys:
+        raise NotFound(
+            "no session with chunks of such a name is known here",
+            field="--session",
+            value=name(options.session),
+            remedy="see kvctl sessions",
+        )
+    return show(options, reply, lambda: _routes(reply))
 
 
-def _routes(reply: fleet_pb2.RouteReply, session: bytes | None = None) -> str:
+def _routes(reply: fleet_pb2.RouteReply) -> str:
     head = ("node", "prefix", "in DRAM", "bytes", "of keys", "to bring, ms", "DRAM full", "leases", "")
     rows = [
         (
@@ -60,10 +67,7 @@ def _routes(reply: fleet_pb2.RouteReply, session: bytes | None = None) -> str:
         for row in reply.nodes
     ]
     if not reply.keys:
-        why = (
-            f"no session {name(session)} with chunks is known" if session else "fewer tokens than a chunk has"
-        )
-        return f"no chunk to look for: {why}"
+        return "no chunk to look for: fewer tokens than a chunk has"
     return f"{table(head, rows)}\n{reply.keys:,} keys; registry: {reply.registry}"
 
 

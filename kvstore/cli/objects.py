@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from kvstore.client import Client, Forgotten, Namespace, ReadLease, WriteBatch
 from kvstore.errors import BadRequest, Exhausted, NotFound, StoreError, Unavailable
 from kvstore.keys import ROOT, exact_key
-from kvstore.layout import GroupSpec, NamespaceSpec
+from kvstore.layout import TOOLS_LAYOUT, GroupSpec, NamespaceSpec
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, GrantResult, Outcome, Reason
 
 PIECE_BYTES = 256 << 10
@@ -50,7 +50,7 @@ NO_ROOM = (
 SPEC = NamespaceSpec(
     model="kvctl",
     weights_digest=b"kvctl.objects.v1",
-    layout_fingerprint="kvctl-1:opaque",
+    layout_fingerprint=TOOLS_LAYOUT,
     chunk_tokens=1,
     groups=(GroupSpec("file", shard_bytes=PIECE_BYTES, position_rule="none"),),
 )

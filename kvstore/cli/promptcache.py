@@ -109,7 +109,10 @@ def _remove(client: Client, options: argparse.Namespace) -> int:
         say_json({"removed": removed})
     else:
         say(f"{removed} version{'' if removed == 1 else 's'} removed")
-    return 0
+    if removed:
+        return 0
+    note(f"kvctl: {options.name}: no such schema is known here (see kvctl promptcache list)")
+    return 1
 
 
 def _check(options: argparse.Namespace) -> int:

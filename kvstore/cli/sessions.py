@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from kvstore.cli import objects
-from kvstore.cli.command import EXIT_NOT_DURABLE, Command, ask_stats, key, number, session_name, show
+from kvstore.cli.command import EXIT_NOT_DURABLE, Command, ask_stats, key, number, session_name, show, some
 from kvstore.cli.output import note, say, say_json
 from kvstore.cli.tables import age, counted, name, peer_text, plain, size, table, word
 from kvstore.client import Client
@@ -27,9 +27,7 @@ HINTED = {
 def sessions(client: Client, options: argparse.Namespace) -> int:
     reply = listed(client, options.namespace, options.limit)
     if options.namespace and not reply.total and options.namespace not in _all_namespaces(client):
-        raise NotFound(
-            "no such namespace", field="--namespace", value=options.namespace, remedy="see kvctl namespaces"
-        )
+        raise _no_such_namespace(options)
     return show(options, reply, lambda: _sessions_text(reply))
 
 
@@ -76,9 +74,18 @@ def explain(client: Client, options: argparse.Namespace) -> int:
         for namespace in _where(client, options)
     ]
     replies = [(ask.namespace_id, ask_stats(client, "Explain", ask)) for ask in asked]
+    known = {chunk.key for _, reply in replies for chunk in reply.chunks if chunk.reason != Reason.NEVER_SEEN}
+    unknown = [one for one in dict.fromkeys(options.key) if one not in known]
     if options.json:
         say_json([{"namespace_id": n, **plain(reply)} for n, reply in replies])
-        return 0
+    else:
+        _say_explained(replies)
+    for one in unknown:
+        note(f"kvctl: --key={one.hex()}: no such chunk is known here")
+    return 1 if unknown else 0
+
+
+def _say_explained(replies: Sequence[tuple[int, stats_pb2.ExplainReply]]) -> None:
     head = (
         "key",
         "found",
@@ -101,7 +108,6 @@ def explain(client: Client, options: argparse.Namespace) -> int:
         version = f", version {reply.version}" if reply.version else ""
         say(f"namespace {namespace}{version}: {len(reply.chunks)} chunks")
         say(table(head, [_history(chunk) for chunk in reply.chunks]))
-    return 0
 
 
 def _history(chunk: stats_pb2.ChunkHistory) -> tuple[object, ...]:
@@ -204,7 +210,7 @@ def forget(client: Client, options: argparse.Namespace) -> int:
         note(f"kvctl: {field}={each}: no such {kind} is known here")
     if why:
         return EXIT_NOT_DURABLE
-    return 1 if unknown and not count else 0
+    return 1 if unknown else 0
 
 
 def _forget_session(client: Client, options: argparse.Namespace) -> tuple[int, str, str]:
@@ -253,8 +259,11 @@ def listed(client: Client, namespace: int, limit: int) -> stats_pb2.ListSessions
 
 
 def _where(client: Client, options: argparse.Namespace) -> list[int]:
-    """The namespaces that are meant: the one that was named, else those that have the session, else (keys) all."""
-    if options.namespace:
+    """The namespaces that are meant: those that have the session, or (keys) all; of them the one that was named, if one
+    was. Raises NotFound."""
+    if options.namespace and options.namespace not in _all_namespaces(client):
+        raise _no_such_namespace(options)
+    if options.namespace and not options.session:
         return [options.namespace]
     if options.session:
         found = _having(client, options)
@@ -281,6 +290,11 @@ def _all_namespaces(client: Client) -> list[int]:
     return [row.namespace_id for row in rows]
 
 
+def _no_such_namespace(options: argparse.Namespace) -> NotFound:
+    remedy = "see kvctl namespaces"
+    return NotFound("no such namespace", field="--namespace", value=options.namespace, remedy=remedy)
+
+
 def _no_such_session(options: argparse.Namespace) -> NotFound:
     remedy = "see kvctl sessions"
     return NotFound("no such session", field="SESSION", value=name(options.session), remedy=remedy)
@@ -288,7 +302,7 @@ def _no_such_session(options: argparse.Namespace) -> NotFound:
 
 def _sessions_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--namespace", type=number, default=0, metavar="ID")
-    parser.add_argument("--limit", type=number, default=1000, metavar="N")
+    parser.add_argument("--limit", type=some, default=1000, metavar="N")
 
 
 def _chunks_arguments(parser: argparse.ArgumentParser, *, file: bool = False) -> None:
@@ -328,7 +342,7 @@ COMMANDS = (
     Command(
         "forget",
         "drop a session and the chunks that nothing else names, single keys, or a file;"
-        f" status 1: nothing of it is known here; {EXIT_NOT_DURABLE}: dropped, but a restart now, or another node,"
+        f" status 1: some of it is not known here; {EXIT_NOT_DURABLE}: dropped, but a restart now, or another node,"
         " could bring it back",
         run=forget,
         arguments=_forget_arguments,

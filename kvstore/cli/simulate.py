@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstore.cli.command import Command, byte_size, number
+from kvstore.cli.command import Command, byte_size, number, some
 from kvstore.cli.output import note, say, say_json
 from kvstore.cli.tables import share, size, table
 from kvstore.core.limits import EVICTION
@@ -99,7 +99,7 @@ def _trace_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="of the format's reader: sessions=9000, rate=1.0, seed=1, window=4096, chunk_tokens=256, ...",
     )
-    parser.add_argument("--turns", type=number, default=0, metavar="N", help="only the first N turns")
+    parser.add_argument("--turns", type=some, default=0, metavar="N", help="only the first N turns")
     parser.add_argument("--warm-up", type=number, default=0, metavar="N", help="turns that do not count")
     parser.add_argument(
         "--model", metavar="NAME", help="llama-13b, llama-65b, llama-70b, falcon-40b, mistral-7b"
@@ -549,7 +549,7 @@ def failure(text: str) -> tuple[int, float, float]:
 
 def _fleet_arguments(parser: argparse.ArgumentParser) -> None:
     _trace_arguments(parser)
-    parser.add_argument("--nodes", type=number, nargs="+", default=[3], metavar="N")
+    parser.add_argument("--nodes", type=some, nargs="+", default=[3], metavar="N")
     parser.add_argument("--dram", type=some_bytes, required=True, metavar="BYTES", help="of each node")
     parser.add_argument("--ssd", type=byte_size, default=0, metavar="BYTES", help="of each node")
     parser.add_argument(

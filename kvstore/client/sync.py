@@ -27,7 +27,7 @@ from kvstore.client.requests import (
 )
 from kvstore.errors import NotFound
 from kvstore.keys import Tokens
-from kvstore.layout import NamespaceSpec
+from kvstore.layout import OF_TOOLS, NamespaceSpec
 from kvstore.types import ChunkKey, Hint, HintAction, NamespaceId, Protection
 from kvstore.v1 import fleet_pb2, fleet_pb2_grpc, hints_pb2_grpc, stats_pb2, stats_pb2_grpc
 
@@ -232,8 +232,10 @@ class Client:
         return max(found, key=lambda each: each[0])[1] if found else fleet_pb2.RouteReply()
 
     def only_model(self, *, timeout_s: float | None = None) -> str:
-        """The name of the one model that workers have opened. Raises NotFound if there is none, or several."""
-        names = sorted({row.model for row in self._models.listed(timeout_s)})
+        """The name of the one model that workers have opened; what kvctl opens is none. Raises NotFound if there is
+        none, or several."""
+        rows = self._models.listed(timeout_s)
+        names = sorted({row.model for row in rows if not row.spec.layout_fingerprint.startswith(OF_TOOLS)})
         if len(names) != 1:
             raise NotFound(
                 "name the model: there is not just one", field="model", value=", ".join(names) or "none"

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 
+from kvstore.option_types import whole
 from kvstore.types import Protection
 
 from .canaries import CANARIES, FLEET_CANARIES, REMOTE_CANARIES, planted
@@ -18,10 +19,10 @@ STEPS = 5_000
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvstore.sim", description=__doc__)
-    parser.add_argument("--seed", type=int, help="the first; drawn if not given")
-    parser.add_argument("--count", type=int, default=1, help="how many seeds, one after the other")
-    parser.add_argument("--steps", type=int, default=STEPS, help="events until the faults are healed")
-    parser.add_argument("--total", type=int, help="as many seeds as make so many events in all")
+    parser.add_argument("--seed", type=whole(0), help="the first; drawn if not given")
+    parser.add_argument("--count", type=whole(1), default=1, help="how many seeds, one after the other")
+    parser.add_argument("--steps", type=whole(1), default=STEPS, help="events until the faults are healed")
+    parser.add_argument("--total", type=whole(1), help="as many seeds as make so many events in all")
     parser.add_argument("--protection", choices=[p.value for p in Protection], help="drawn if not given")
     parser.add_argument("--tier", choices=[*CLUSTERS], help="what is below DRAM; drawn if not given")
     parser.add_argument("--only", help="numbers of the faults that happen, or none")

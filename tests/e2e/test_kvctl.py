@@ -200,7 +200,7 @@ def test_explain_says_why_a_chunk_is_gone(daemon, kvctl, session):
 
 
 def test_explain_keys(daemon, kvctl, session):
-    (answer,) = json.loads(kvctl("explain", "--key", "61", "--key", "ff", "--json"))
+    (answer,) = json.loads(kvctl("explain", "--key", "61", "--key", "ff", "--json", status=1))
     assert [chunk["shards_ready"] for chunk in answer["chunks"]] == [1, 0]
     words = [(chunk["outcome"], chunk["reason"], chunk["tiers"]) for chunk in answer["chunks"]]
     assert words == [("hit", "none", ["dram"]), ("miss", "never_seen", [])]
@@ -231,7 +231,7 @@ def test_forget_says_what_it_did_not_know(daemon, kvctl, session, namespace):
     known, unknown = b"a".hex(), "ff" * 32
     assert kvctl("forget", "--key", unknown, status=1) == b"0 chunks dropped\n"
     assert kvctl.stderr == f"kvctl: --key={unknown}: no such chunk is known here\n"
-    told = json.loads(kvctl("forget", "--json", "--key", known, "--key", unknown))
+    told = json.loads(kvctl("forget", "--json", "--key", known, "--key", unknown, status=1))
     assert told == {"count": 1, "durable": True, "not_durable": "", "unknown": [unknown]}
     assert "no such chunk" in kvctl.stderr
     kvctl("forget", "--namespace", str(namespace), "another", status=1)
@@ -240,19 +240,44 @@ def test_forget_says_what_it_did_not_know(daemon, kvctl, session, namespace):
     assert "no such file" in kvctl.stderr
 
 
-def test_names_that_nobody_has_are_said_to_be_unknown(daemon, kvctl, session):
+def test_names_that_nobody_has_are_said_to_be_unknown(daemon, kvctl, session, namespace):
+    """And end with a status that says so, whatever asks for them."""
     for dry_run in (["--dry-run"], []):
-        kvctl("purge", "--tenant", "alcie", *dry_run)
+        said = kvctl("purge", "--tenant", "alcie", *dry_run, status=1)
         assert "--tenant=alcie: nothing of such a tenant is known here" in kvctl.stderr
-    kvctl("recall", "--maker", "ab" * 16, "--dry-run")
+        assert ("other nodes are told all the same" in kvctl.stderr) == (not dry_run)
+        assert said == b"", "nothing was purged"
+    kvctl("recall", "--maker", "ab" * 16, "--dry-run", status=1)
     assert "nothing that it made is known here" in kvctl.stderr
-    kvctl("sessions", "--namespace", "99", status=1)
-    assert "--namespace=99: no such namespace" in kvctl.stderr
+    there, other = ["--namespace", str(namespace)], ["--namespace", "99"]
+    for order, words in {
+        ("sessions", *other): "--namespace=99: no such namespace",
+        ("explain", "talk", *other): "--namespace=99: no such namespace",
+        ("explain", "--key", "61", *other): "--namespace=99: no such namespace",
+        ("forget", "talk", *other): "no such",
+        ("forget", "--key", "61", *other): "no such",
+        ("explain", "another"): "SESSION=another: no such session",
+        ("explain", "another", *there): "SESSION=another: no such session",
+        ("explain", "--key", "ff"): "--key=ff: no such chunk is known here",
+        ("forget", "another"): "SESSION=another: no such session",
+        ("get", "00" * 16): "a piece of it is not there",
+        ("route", "--session", "another"): "--session=another: no session with chunks of such a name",
+        ("route", "--model", "other", "--tokens", "1,2"): "model=other: no worker has opened it",
+        ("promptcache", "get", "other"): "no such schema",
+        ("promptcache", "remove", "other"): "no such schema",
+    }.items():
+        kvctl(*order, status=1)
+        assert words in kvctl.stderr, order
     kvctl("purge", "--tenant", "default")
     assert not kvctl.stderr
     kvctl("purge", "--tenant", "default")
     assert not kvctl.stderr, "it has a namespace, of which nothing is left"
-    assert "no session another with chunks is known" in kvctl("route", "--session", "another").decode()
+
+
+def test_what_kvctl_opens_itself_is_no_model_to_be_named(daemon, kvctl, session):
+    kvctl("put", "-", stdin=b"x")
+    kvctl("doctor")
+    assert "registry" in kvctl("route", "--session", "talk").decode()
 
 
 # ------------------------------------------------------------------------------------------------------ put and get

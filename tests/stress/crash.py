@@ -73,6 +73,7 @@ from harness import commit, machine
 
 from kvstore.client import Namespace, SessionEntry
 from kvstore.errors import Conflict, NotFound, StoreError
+from kvstore.option_types import whole
 from kvstore.types import ChunkKey, GrantResult, Outcome, Reason, Wait
 
 WORKERS = 3
@@ -682,7 +683,7 @@ def draw_lives(seed: int, rounds: int, *, direct: bool) -> list[tuple[int, bool,
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    options.add_argument("--rounds", type=int, default=300)
+    options.add_argument("--rounds", type=whole(1), default=300)
     options.add_argument("--seed", type=int, default=None, help="default: drawn, and printed")
     options.add_argument(
         "--folder", type=Path, default=None, help="for the daemons' directories; default: TMPDIR"

@@ -49,6 +49,7 @@ from harness import commit, machine
 
 from kvstore.client import Client, Namespace, connect
 from kvstore.errors import StoreError
+from kvstore.option_types import above_zero, whole
 from kvstore.sim.daemon import FAULTS
 from kvstore.types import ChunkKey, Outcome
 from kvstore.v1 import admin_pb2, admin_pb2_grpc
@@ -896,8 +897,8 @@ class Fleet:
 def main() -> int:
     faulthandler.enable()
     options = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
-    options.add_argument("--rounds", type=int, default=20)
-    options.add_argument("--seconds", type=float, default=3.0, help="of faults in a round (default: 3)")
+    options.add_argument("--rounds", type=whole(1), default=20)
+    options.add_argument("--seconds", type=above_zero, default=3.0, help="of faults in a round (default: 3)")
     options.add_argument("--seed", type=int, default=None, help="default: drawn, and printed")
     options.add_argument("--store", choices=["redis", "file"], default=None, help="default: drawn")
     options.add_argument("--folder", type=Path, default=None, help="for all that it makes; default: TMPDIR")

@@ -42,6 +42,7 @@ else:
 from kvstore.core import events as ev
 from kvstore.core.events import SessionEntry, Ticket
 from kvstore.layout import GroupSpec, NamespaceSpec
+from kvstore.option_types import whole
 from kvstore.sim.world import World, spec
 from kvstore.types import ChunkKey, SlabId, WorkerId
 from kvstore.v1 import bytes_pb2, descriptor_pb2, hints_pb2, store_pb2
@@ -357,7 +358,7 @@ def guided(name: str, seconds: int) -> None:
 def main() -> int:
     options = argparse.ArgumentParser(description="Fuzz the parsers.")
     options.add_argument("targets", nargs="*", choices=[*TARGETS, []], help="default: all")
-    options.add_argument("--seconds", type=int, default=60, help="all targets together")
+    options.add_argument("--seconds", type=whole(1), default=60, help="all targets together")
     options.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     given = options.parse_args()
     names = given.targets or list(TARGETS)

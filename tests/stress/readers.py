@@ -32,6 +32,7 @@ from kvstore.client import Client, Namespace, connect
 from kvstore.client.directory import PublishedExtents
 from kvstore.errors import StoreError
 from kvstore.layout import GroupSpec, NamespaceSpec
+from kvstore.option_types import above_zero
 from kvstore.types import ChunkKey
 
 SHARD = 32 << 10
@@ -201,7 +202,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--seconds", type=above_zero, default=300.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
     parser.add_argument("--no-kills", action="store_true", help="leave the daemon alone")
     parser.add_argument("--canary", action="store_true", help="readers compare nothing: has to fail")

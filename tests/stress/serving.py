@@ -65,6 +65,8 @@ from common import (
     until,
 )
 
+from kvstore.option_types import above_zero, whole
+
 CHUNK_TOKENS = 16
 WINDOW = 256
 """Of conversations that are cut."""
@@ -844,12 +846,12 @@ class Disk:
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    options.add_argument("--rounds", type=int, default=20)
-    options.add_argument("--minutes", type=float, default=0.0, help="as many rounds as fit instead")
-    options.add_argument("--seconds", type=float, default=4.0, help="of a round's faults")
-    options.add_argument("--talks", type=int, default=12)
-    options.add_argument("--turns", type=int, default=6)
-    options.add_argument("--rounds-per-life", type=int, default=8)
+    options.add_argument("--rounds", type=whole(1), default=20)
+    options.add_argument("--minutes", type=above_zero, help="as many rounds as fit instead")
+    options.add_argument("--seconds", type=above_zero, default=4.0, help="of a round's faults")
+    options.add_argument("--talks", type=whole(1), default=12)
+    options.add_argument("--turns", type=whole(1), default=6)
+    options.add_argument("--rounds-per-life", type=whole(1), default=8)
     options.add_argument(
         "--spare-workers", action="store_true", help="no worker is killed (each start takes seconds)"
     )

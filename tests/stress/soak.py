@@ -61,6 +61,7 @@ from harness import commit, machine
 from kvstore.client import Client, Hint, Namespace, SessionEntry
 from kvstore.client.lease import ReadLease
 from kvstore.errors import Conflict, NotFound, StoreError
+from kvstore.option_types import above_zero, whole
 from kvstore.types import ChunkKey, Outcome, Wait
 
 TENANTS = {"alice": 12_001, "bob": 12_002}
@@ -486,20 +487,18 @@ class Soak:
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    options.add_argument("--minutes", type=float, default=10.0)
+    options.add_argument("--minutes", type=above_zero, default=10.0)
     options.add_argument("--seed", type=int, default=None, help="default: drawn, and printed")
     options.add_argument(
         "--folder", type=Path, default=None, help="for the daemon's directory; default: TMPDIR"
     )
     options.add_argument(
-        "--ghosts", type=int, default=GHOSTS + 5_000, help="keys to fill the table with at first"
+        "--ghosts", type=whole(1), default=GHOSTS + 5_000, help="keys to fill the table with at first"
     )
     options.add_argument("--leak", action="store_true", help="plant a leak: connections that nobody closes")
     options.add_argument("--json", action="store_true", help="one JSON object in the last line")
     options.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     chosen = options.parse_args()
-    if chosen.minutes <= 0:
-        options.error(f"--minutes: {chosen.minutes} is not above 0")
     if chosen.worker:
         work(chosen.worker[0], int(chosen.worker[1]), int(chosen.worker[2]))
         return 0
