@@ -17,6 +17,7 @@ import logging
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import compress, pairwise
@@ -118,8 +119,11 @@ class CudaDevice:
         self._capturing: torch.cuda.Stream | None = None
         self._shared: Any = None
         """Memory for what graphs compute in between: one replay follows another."""
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        """Those that somebody has still."""
         self._alone = threading.Lock()
         """Held while a graph is captured, and by what may not go on meanwhile."""
+        self._threads = threading.local()
         self._runtime: Any = torch.cuda.cudart()
         self.registers_read_only = _registers_read_only(number)
         card = torch.cuda.get_device_properties(device)
@@ -188,7 +192,8 @@ class CudaDevice:
     def _copy_together(self, copies: Sequence[Copy | None]) -> list[bool]:
         """Which of (to, from, bytes) are asked for now, all at once, on torch's current stream; the others are left to
         the caller: what is no piece of memory (None), and what is not worth it or not to be had."""
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        current = torch.cuda.current_stream(self._device)
+        stream = current.cuda_stream
         if stream <= NO_STREAM_MAX:
             return [False] * len(copies)
         if self._batched is None:
@@ -196,6 +201,9 @@ class CudaDevice:
         chosen = [copy for copy in copies if copy is not None]
         if len(chosen) < BATCH_MIN:
             return [False] * len(copies)
+        if not getattr(self._threads, "known", False):
+            current.query()  # of the runtime: the driver itself knows no context of a thread that is new
+            self._threads.known = True
         if code := self._batched(chosen, stream):
             # What of it was asked for is asked for once more, and writes the same
             log.warning("copies in batches: CUDA error %d; not in batches from now on", code)
@@ -264,12 +272,21 @@ class CudaDevice:
         with self._alone, torch.cuda.device(self._device):
             if self._capturing is None:
                 self._capturing = torch.cuda.Stream(self._device)
+            if self._shared is None or not self._graphs:  # torch takes no handle whose graphs are all gone
                 self._shared = torch.cuda.graph_pool_handle()
+            before = torch.cuda.current_stream(self._device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(
-                graph, pool=self._shared, stream=self._capturing, capture_error_mode="thread_local"
-            ):
-                out = work()
+            try:
+                with torch.cuda.graph(
+                    graph, pool=self._shared, stream=self._capturing, capture_error_mode="thread_local"
+                ):
+                    out = work()
+            except BaseException:
+                # Torch leaves its stream the thread's current one, and the memory as if the capture went on
+                torch.cuda.set_stream(before)
+                self._shared = None
+                raise
+            self._graphs.add(graph)
         return graph, out
 
     def reading(self, regions: Iterable[Region]) -> None: ...

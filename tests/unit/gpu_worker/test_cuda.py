@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,8 @@ class FakeCuda:
         """Of captures: capture_error_mode, and the device of its stream."""
         self.pools: list[object] = []
         """Of captures: whose memory."""
+        self.users: dict[int, tuple[weakref.WeakSet[Any], list[object]]] = {}
+        """Of each pool: graphs that there are still, and captures that have not ended well."""
         self.within: Callable[[], None] = lambda: None
         """Called while a graph is captured."""
 
@@ -47,6 +50,7 @@ class FakeCuda:
         return int(getattr(self.current, "device", 0))
 
     def say(self, what: str) -> None:
+        self.current.context = True
         self.calls.append(what)
         if self.lost:
             raise torch.AcceleratorError(LOST)  # type: ignore[attr-defined]
@@ -64,6 +68,10 @@ class FakeCuda:
 
             def synchronize(self) -> None:
                 fake.say("stream.synchronize")
+
+            def query(self) -> bool:
+                fake.say("stream.query")
+                return True
 
         class Event:
             def __init__(self, *, blocking: bool = False) -> None:
@@ -97,15 +105,29 @@ class FakeCuda:
             finally:
                 fake.current.stream = before
 
+        class CUDAGraph:
+            pass
+
         @contextmanager
         def graph(
-            made: object, *, pool: object, stream: Stream, capture_error_mode: str = "global"
+            made: CUDAGraph, *, pool: object, stream: Stream, capture_error_mode: str = "global"
         ) -> Iterator[None]:
+            """Torch's stays on its stream where a capture fails, and counts who has memory of a handle."""
+            users, underway = fake.users.setdefault(id(pool), (weakref.WeakSet(), []))
+            assert fake.pools.count(pool) == 0 or (users and not underway), (
+                "use_count > 0 INTERNAL ASSERT FAILED"
+            )
             fake.modes.append((capture_error_mode, stream.device.index))
             fake.pools.append(pool)
             fake.say(f"capture on {fake.device_number}")
+            before = getattr(fake.current, "stream", None)
+            fake.current.stream = stream
+            underway.append(pool)
             fake.within()
             yield
+            underway.clear()
+            users.add(made)
+            fake.current.stream = before
 
         class Runtime:
             def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
@@ -133,7 +155,8 @@ class FakeCuda:
             "current_stream": lambda device: getattr(fake.current, "stream", None) or default,
             "synchronize": lambda: fake.say(f"synchronize device {fake.device_number}"),
             "graph_pool_handle": object,
-            "CUDAGraph": object,
+            "CUDAGraph": CUDAGraph,
+            "set_stream": lambda stream: setattr(fake.current, "stream", stream),
             "graph": graph,
         }
         for name, value in here.items():
@@ -221,9 +244,33 @@ def test_other_threads_go_on_while_a_graph_is_captured(fake: FakeCuda) -> None:
 
 def test_graphs_share_the_memory_of_what_they_compute_in_between(fake: FakeCuda) -> None:
     device = CudaDevice(torch.device("cuda", 0))
+    kept = [device.capture(lambda: torch.ones(1)) for _ in range(3)]
+    assert len(kept) == 3 and len(set(map(id, fake.pools))) == 1
+
+
+def test_graphs_are_captured_again_when_all_of_before_are_gone(fake: FakeCuda) -> None:
+    """As those of a model whose weights were changed: torch refuses memory that no graph has any more."""
+    device = CudaDevice(torch.device("cuda", 0))
     for _ in range(3):
         device.capture(lambda: torch.ones(1))
-    assert len(set(map(id, fake.pools))) == 1
+    assert len(set(map(id, fake.pools))) == 3
+
+
+def test_a_capture_that_fails_leaves_the_thread_its_stream_and_the_next_one_other_memory(
+    fake: FakeCuda,
+) -> None:
+    device = CudaDevice(torch.device("cuda", 0))
+    before = torch.cuda.current_stream(device._device)
+    kept, _ = device.capture(lambda: torch.ones(1))
+
+    def ask() -> torch.Tensor:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        device.capture(ask)
+    assert torch.cuda.current_stream(device._device) is before
+    again, _ = device.capture(lambda: torch.ones(1))
+    assert kept is not again and len(set(map(id, fake.pools))) == 2
 
 
 @pytest.mark.parametrize("what", ["register", "unregister", "buffer"])
@@ -322,6 +369,8 @@ class Driver:
         self.batches: list[list[int]] = []
         self.attributes: list[tuple[int, ...]] = []
         self.answers = answers
+        self.current: threading.local | None = None
+        """Whose threads have a context once they called the runtime; None: all have."""
 
         def call(
             to: int,
@@ -344,6 +393,8 @@ class Driver:
                 (*words, attribute_count, first, ctypes.c_size_t.from_address(failed).value)
             )
             assert stream > 2, "the default stream takes no batches"
+            if self.current is not None and not hasattr(self.current, "context"):
+                return 201  # CUDA_ERROR_INVALID_CONTEXT
             for a, b, size in zip(*pointers, strict=True):
                 ctypes.memmove(a, b, size - wrong)
             return 0
@@ -382,6 +433,23 @@ def test_many_copies_are_one_call(fake: FakeCuda, monkeypatch: pytest.MonkeyPatc
     assert driver.batches[PROOF:] == [[10, 300, 7], [10, 300, 7]]
     in_stream_order, location, beside_compute = 1, (0, 0), 1
     assert set(driver.attributes) == {(in_stream_order, *location, *location, beside_compute, 1, 0, 0)}
+
+
+def test_a_thread_that_is_new_has_a_context_before_the_driver_is_asked(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a loader's, whose first call may be a batch."""
+    driver = Driver()
+    device = with_driver(driver, monkeypatch)
+    driver.current = fake.current
+    stream = device.stream("read")
+    for _ in range(2):
+        fake.calls.clear()
+        thread = threading.Thread(target=stream.run, args=(lambda: both_ways(device, (10, 20)),))
+        thread.start()
+        thread.join(BOUND_S)
+        assert fake.calls == ["stream.query"], "once of each thread"
+    assert len(driver.batches) == PROOF + 4 and not caplog.text
 
 
 def test_a_copy_by_itself_and_the_default_stream_make_no_batch(
