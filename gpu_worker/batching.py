@@ -212,6 +212,7 @@ class BatchEngine:
         )
         if device is not None and not device.in_host_memory:
             prove_kernels(device, model.device, self._forward.shape, self._vocabulary, verdicts=verdicts)
+        self._forward.warm_up()
         self._store = (
             PoolStore(
                 model,
@@ -593,7 +594,8 @@ class BatchEngine:
             # The head's end may be among them, in front; what may be chosen is the rest
             seen = [values[one.chunk, 1, :, one.first : one.first + one.tokens] for one in request.stretches]
             stored = torch.cat([each.transpose(0, 1).flatten(1) for each in seen])[-len(wanted) :]
-            return [float(each) for each in (stored.float() - wanted.float()).norm(dim=1)]
+            distances: list[float] = (stored.float() - wanted.float()).norm(dim=1).tolist()
+            return distances
         finally:
             self.pool.drop(chunks)
             self.counters["probed_tokens"] += count

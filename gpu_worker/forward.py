@@ -82,11 +82,12 @@ class Forward:
             for upload in (uploads, None)  # the other one's arrays are new for each step
         )
 
-        if on_gpu:
-            self.warm_up()
-
     def warm_up(self) -> None:
-        """Compiles what steps will need of the kernels, so that none of them waits for a compiler."""
+        """Compiles what steps will need of the kernels, so that none of them waits for a compiler. What they compute
+        on the way nobody uses; all the same they are to be proved first (`kernel_check.py`): one that fails is told
+        then as what it is."""
+        if self.model.device.type == "cpu":
+            return
         keys, values = self._pool.layers[0].unbind(1)
         warm_up(
             keys,
@@ -193,7 +194,8 @@ class Forward:
         """The logits [sequences, vocabulary] of a step in which all decode, as a graph. It reads all layers, so all of
         them are waited for before, and what follows them comes after."""
         assert self.graphs is not None
-        self._slots(columns[2], columns[3])  # raises for what the pool does not have
+        # Raises for what the pool does not have; of the host's, since `columns` go there by another way
+        Slots.of(columns[2], columns[3], pool_chunks=self._pool.chunks, chunk_tokens=self._chunk_tokens)
         layers = range(len(self._pool.layers))
 
         def compute(inputs: Inputs) -> torch.Tensor:

@@ -59,6 +59,7 @@ class Machine:
         monkeypatch.setattr(Forward, "_positions_of", lambda forward, model: self.positions)
         self.pool = HbmPool(Geometry.of(model, SIZE), 48, device=CARD)
         self.forward = Forward(model.to(CARD), self.pool, sequences_max=4, tokens_max=768, share=True)
+        self.forward.warm_up()
         self.rows = 0
 
     def request(self, tokens: int, **settings: Any) -> Request:

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 from kvstore.errors import Unsupported
 from kvstore.gpu_worker import kernel_check, sampling
 from kvstore.gpu_worker.batching import BatchEngine
+from kvstore.gpu_worker.forward import Forward
 from kvstore.gpu_worker.kernel_check import check_choice, prove_kernels
 from kvstore.gpu_worker.verdicts import LASTS_S, Verdicts
 from kvstore.kernels import decode
@@ -101,6 +102,29 @@ def test_what_an_engine_is_served_with_is_what_is_checked(
         *(model.dtype, 16),
     )
     assert (shape.split_tokens, shape.pairs, shape.interleaved) == (512, config.head_dim // 2, False)
+
+
+def test_kernels_are_proved_before_all_else_is_compiled(
+    model: LlamaForCausalLM, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that fails is a refusal with its name, not an error from somewhere; and nobody waits for the others."""
+    order: list[str] = []
+    fails = [True]
+
+    def check(shape: Shape, where: torch.device, *, names: list[str]) -> None:
+        order.append("checked")
+        if fails.pop():
+            raise Wrong("decode: RuntimeError: no kernel image is available")
+
+    monkeypatch.setattr(kernel_check, "check_kernels", check)
+    monkeypatch.setattr(Forward, "warm_up", lambda forward: order.append("compiled"))
+    settings: dict[str, Any] = {"pool_chunks": 16, "chunk_tokens": 16, "device": device}
+    with pytest.raises(Unsupported, match="a kernel is wrong on it: decode: RuntimeError: no kernel image"):
+        BatchEngine(model, verdicts=Verdicts(tmp_path / "checks.json"), **settings)
+    assert order == ["checked"]
+    fails.append(False)
+    BatchEngine(model, verdicts=Verdicts(tmp_path / "checks.json"), **settings).close()
+    assert order == ["checked", "checked", "compiled"]
 
 
 def test_memory_of_the_host_needs_no_check(model: LlamaForCausalLM, checked: list[Shape]) -> None:
