@@ -186,6 +186,8 @@ class Forest:
         self._private: dict[int, _Run] = {}
         self._stretches: dict[int, tuple[Stretch, ...]] = {}
         self._free = list(range(self.items_max - 1, -1, -1))
+        self._reach = 0
+        """Items from here on were never used: those that are, are few where there is room for the worst case."""
         self._restretched = False
         self._reordered = False  # the schedule, the order and possibly all items are to be written anew
 
@@ -271,7 +273,8 @@ class Forest:
         self._order[place] = row
         self._place[self._place >= place] += 1
         self._place[row] = place
-        self._items[(self._items[:, BEGIN] >= place) & (self._items[:, COUNT] > 0), BEGIN] += 1
+        items = self._items[: self._reach]
+        items[(items[:, BEGIN] >= place) & (items[:, COUNT] > 0), BEGIN] += 1
 
         if cut:
             parent = self._cut(*cut)
@@ -299,7 +302,8 @@ class Forest:
         self._order[place : len(self)] = self._order[place + 1 : len(self) + 1].copy()
         self._place[self._place > place] -= 1
         self._place[row] = -1
-        self._items[self._items[:, BEGIN] > place, BEGIN] -= 1
+        items = self._items[: self._reach]
+        items[items[:, BEGIN] > place, BEGIN] -= 1
         self._rows[row] = 0
         self._shared_partials[row] = 0
         self._private_from[row] = 0
@@ -336,11 +340,15 @@ class Forest:
         self._rows[1:, SLOT] = np.cumsum(self._rows[:-1, PARTIALS])
         if self._reordered:
             # Stable: the tiles of a piece stay neighbours, so that its chunks are read from the cache
-            cost = np.where(self._items[:, COUNT] > 0, self._item_tokens(), -1)
-            self._schedule[:] = np.argsort(-cost, kind="stable")
+            cost = np.where(self._items[: self._reach, COUNT] > 0, self._item_tokens(), -1)
+            self._schedule[: self._reach] = np.argsort(-cost, kind="stable")
         if self._upload is not None:
-            *others, rows = zip(self._plan.arrays(), self._host, strict=True)
-            changed = [*(others if self._reordered else ()), rows]
+            *of_items, order, rows = zip(self._plan.arrays(), self._host, strict=True)
+            changed = [rows]
+            if self._reordered:
+                used = of_items if self._reach else ()
+                changed += [(there[: self._reach], here[: self._reach]) for there, here in used]
+                changed.append(order)
             if self._new_chunks and not self._reordered:
                 low, high = min(self._new_chunks), max(self._new_chunks) + 1
                 changed.append(
@@ -458,6 +466,7 @@ class Forest:
         used = [item for run in self._all_runs() for item in run.items]
         assert sorted(used + self._free) == list(range(self.items_max)), "an item is lost or in two runs"
         assert (self._items[self._free] == 0).all(), "a free item is not empty"
+        assert not used or max(used) < self._reach, (max(used), self._reach)
         assert sorted(self._order[: len(self)].tolist()) == sorted(self._private)
         assert self._stretches.keys() <= self._private.keys(), "stretches of a sequence that left"
         for row, run in self._private.items():
@@ -500,7 +509,7 @@ class Forest:
             piece, column = divmod(len(run.chunks), self._chunks_per_item)
             run.chunks.append(chunk)
             if column == 0:
-                item = self._free.pop()
+                item = self._new_item()
                 first = run.first * self.chunk_tokens + piece * self.split_tokens
                 partial = self._shared_partials[row] + piece
                 self._items[item] = (self._place[row], 1, first, self.split_tokens, partial)
@@ -581,7 +590,7 @@ class Forest:
         chunk = 0
         for piece, size in enumerate(self._piece_sizes(run)):
             for tile in range(0, run.count, self.tile_sequences):
-                item = self._free.pop()
+                item = self._new_item()
                 run.items.append(item)
                 self._items[item] = (
                     begin + tile,
@@ -596,6 +605,11 @@ class Forest:
             self._shared_partials[run.row] = partial
             self._private_from[run.row] = run.first * self.chunk_tokens
 
+    def _new_item(self) -> int:
+        item = self._free.pop()
+        self._reach = max(self._reach, item + 1)
+        return item
+
     def _release(self, run: _Run) -> None:
         self._items[run.items] = 0
         self._free += reversed(run.items)
@@ -603,11 +617,10 @@ class Forest:
 
     def _renumber_below(self, run: _Run, change: int) -> None:
         begin, end = self._begin(run), self._begin(run) + run.count
-        inside = (
-            (self._items[:, BEGIN] >= begin) & (self._items[:, BEGIN] < end) & (self._items[:, COUNT] > 0)
-        )
-        below = self._items[:, FIRST] >= (run.first + len(run.chunks)) * self.chunk_tokens
-        self._items[inside & below, PARTIAL] += change
+        items = self._items[: self._reach]
+        inside = (items[:, BEGIN] >= begin) & (items[:, BEGIN] < end) & (items[:, COUNT] > 0)
+        below = items[:, FIRST] >= (run.first + len(run.chunks)) * self.chunk_tokens
+        items[inside & below, PARTIAL] += change
         self._shared_partials[self._order[begin:end]] += change
 
     # -- numbers
@@ -641,9 +654,10 @@ class Forest:
         return pieces
 
     def _item_tokens(self) -> Ints:
-        """Tokens that each used item has now."""
-        lengths = self._rows[self._order[self._items[:, BEGIN]], LENGTH]
-        tokens: Ints = np.minimum(self._items[:, TOKENS], lengths - self._items[:, FIRST])
+        """Tokens that each used item has now, up to the last that was ever used."""
+        items = self._items[: self._reach]
+        lengths = self._rows[self._order[items[:, BEGIN]], LENGTH]
+        tokens: Ints = np.minimum(items[:, TOKENS], lengths - items[:, FIRST])
         return tokens
 
     def _siblings(self, run: _Run) -> dict[int, _Run]:

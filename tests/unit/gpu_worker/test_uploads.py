@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvstore.gpu_worker.uploads import BUFFER_BYTES, BUFFERS, Uploads
-from kvstore.kernels.forest import Forest, Plan
+from kvstore.kernels.forest import COUNT, Forest, Plan
 
 from .emulated import EmulatedDevice
 
@@ -65,3 +65,37 @@ def test_a_plan_is_the_same_whichever_way_it_got_there(device: EmulatedDevice) -
             assert torch.equal(one, other) and one.data_ptr() != other.data_ptr()
         assert plans[0].capacity == plans[1].capacity
     assert not device.races and device.pageable == 0
+
+
+def test_of_a_forest_with_much_room_only_what_is_used_is_sent() -> None:
+    """There is room for the worst case: of 256 sequences of 4,096 tokens 67,840 items, that is 4 MB."""
+    sent: list[int] = []
+
+    def upload(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        sent.append(sum(here.nbytes for _, here in pairs))
+        for there, here in pairs:
+            there.copy_(here)
+
+    forest = Forest(
+        chunk_tokens=64,
+        chunks=9000,
+        sequences_max=256,
+        split_tokens=512,
+        items_max=67_840,
+        partials_max=67_840,
+        upload=upload,
+    )
+    for row in range(8):
+        forest.join(row, range(64 * row, 64 * (row + 1)), 4096)
+    plan = forest.plan()
+    used = {int(item) for item in plan.schedule[: plan.capacity.items] if plan.items[item, COUNT] > 0}
+    assert len(used) == 64 and sent[-1] < 10_000
+    for row in range(7):
+        forest.leave(row)
+    plan = forest.plan()
+    used = {int(item) for item in plan.schedule[:8] if plan.items[item, COUNT] > 0}
+    assert len(used) == 8, "those that are used come first"
+    forest.leave(7)
+    assert not (forest.plan().items[:, COUNT] > 0).any()
+    forest.join(3, [], 0)
+    forest.plan()
