@@ -9,9 +9,9 @@
    logits of 10^4, and on another stream than the current one; rotate against fp64, gather and scatter bit by bit;
    repeated runs and moved chunks give the same bits; a captured CUDA graph stays right while sequences grow.
 2. Fast: decoding at the points of ChunkAttention's Table 3 and Figures 3 and 4 (arXiv 2402.15220; 32 sequences, 32
-   heads of 128, chunks of 64) and the same with 8 KV heads, as share of the read bandwidth measured in this run,
-   counting each shared chunk once. Medians over graph replays with a cold L2. Beside them: torch's attention on
-   unshared copies, and FlashInfer where it can be imported.
+   heads of 128, chunks of 64) and the same with 8 KV heads, as share of the bandwidth measured in this run, counting
+   each shared chunk once. Medians over graph replays with a cold L2. Beside them: torch's attention on unshared copies,
+   and FlashInfer where it can be imported.
 3. Overlap: AttentionStore's Figures 18 to 20 (arXiv 2403.19708) on a random model of a 7B Llama's shape, with as many
    layers as there is room for: turns whose history is loaded against turns whose history was kept, with read buffers of
    several sizes and without pre-loading; prefill and decoding with saves against without.
@@ -19,6 +19,10 @@
    FILE`, for chrome://tracing. Rotate, gather and scatter beside a copy of the same bytes. What a plan costs: a token
    more, a join and a leave, the plan of a prefill. Tile shapes: a few of each kernel; `--tiles FILE` writes the best
    ones, as kernels/tiles.py has them.
+
+What is only to be right, and what has to be compiled for all that is timed, is done first by several processes at a
+time; all else by one. A step that loses the card's context, ends its process or hangs is told, and the others are done
+by the next process (`gpu/processes.py`).
 
 Needed on the machine: this checkout, and `pip install -e .[daemon]` beside a torch for CUDA, transformers and triton.
 Each section has its share of the time; what does not fit in is left out and named, and what fails is told and stops
@@ -33,9 +37,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -48,12 +54,39 @@ from gpu.correct import Correct
 from gpu.engine import Engine, Trace
 from gpu.goals import goals_of
 from gpu.overlap import Overlap
-from gpu.section import DRY, Row, Section, Setting, Steps
+from gpu.processes import Work, is_lost, rows_of_all, say
+from gpu.section import DRY, Row, Section, Setting
 from gpu.store import Store
 from gpu.tile_shapes import TileShapes
 from harness import report
 
 ONLY_CORRECT = ("device", "engine", "store", "correct")
+COMPILE = "compile "
+"""Before a section's name: each of its kernels is launched once, and found in Triton's cache later."""
+SHARES = {
+    "device": 0.03,
+    "correct": 0.14,
+    **{f"{COMPILE}{each}": 0.03 for each in ("engine", "overlap", "decode", "prefill", "copies", "tiles")},
+    "engine": 0.08,
+    "store": 0.07,
+    "decode": 0.14,
+    "overlap": 0.17,
+    "prefill": 0.06,
+    "trace": 0.02,
+    "copies": 0.02,
+    "plans": 0.01,
+    "tiles": 0.08,
+}
+"""Of the time, in the order in which sections come."""
+FIRST = ("device",)
+TOGETHER = tuple(each for each in SHARES if each == "correct" or each.startswith(COMPILE))
+"""Of which no time is measured."""
+ALONE = tuple(each for each in SHARES if each not in (*FIRST, *TOGETHER))
+NO_GPU = "no GPU here"
+HANGS_S = 200.0
+"""No step takes so long, nor a start; of a dry run, on whatever machine, ten times as long."""
+PROCESS_BYTES = 8 << 30
+"""Of the card's memory, that a process takes at most."""
 
 
 def main() -> int:
@@ -68,28 +101,19 @@ def main() -> int:
     )
     options.add_argument("--trace", type=Path, help="write where a turn's time goes, for chrome://tracing")
     options.add_argument("--dry-run", action="store_true", help="on the CPU, with small shapes")
+    options.add_argument("--processes", type=int, default=processes(), help="where no time is measured")
+    options.add_argument("--work", type=Work.of, help=argparse.SUPPRESS)
     chosen = options.parse_args()
+    if chosen.work is not None:
+        return work_on(chosen, chosen.work)
     on = DRY if chosen.dry_run else Setting()
     results: list[Row] = []
-    speeds: dict[str, float] = {}
-    if on.real and not torch.cuda.is_available():
-        print("no GPU here: nothing was checked (--dry-run goes through all of it on the CPU)")
-    else:
-        shapes = TileShapes(on, speeds)
-        sections = sections_of(on, speeds, shapes, chosen.trace)
-        if chosen.only_correct:
-            sections = [each for each in sections if each[0] in ONLY_CORRECT]
-        begun = time.monotonic()
-        share = 0.0
-        for name, part, section in sections:
-            share += part
-            deadline = begun + share * chosen.seconds  # what a section leaves, the next ones have
-            for row in performed(name, section.steps, deadline):
-                results.append(row)
-                print(json.dumps(row), flush=True)
-                written(chosen.into, told(on, results))
-        if chosen.tiles:
-            chosen.tiles.write_text(shapes.tiles_module())
+    for row in rows(chosen):
+        results.append(row)
+        print(json.dumps(row), flush=True)
+        written(chosen.into, told(on, results))
+    if not results:
+        print(f"{NO_GPU}: nothing was checked (--dry-run goes through all of it on the CPU)")
     wrong = [
         row
         for row in results
@@ -101,19 +125,35 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def performed(section: str, steps: Callable[[], Steps], deadline: float) -> Iterator[Row]:
-    """The rows of a section; one that fails has its error."""
-    for name, step in steps():
-        row: Row = {"section": section, "what": name}
-        if time.monotonic() > deadline:
-            yield row | {"left_out": "no time left"}
-            continue
-        began = time.monotonic()
-        try:
-            row |= step()
-        except Exception as error:  # the other steps are worth their time all the same
-            row["error"] = f"{type(error).__name__}: {error}"[:500]
-        yield row | {"seconds": round(time.monotonic() - began, 2)}
+def processes() -> int:
+    return max(1, min(12, len(os.sched_getaffinity(0)) - 2))
+
+
+def rows(chosen: argparse.Namespace) -> Iterator[Row]:
+    """Of all sections; none without a GPU."""
+    began = time.monotonic()
+
+    def command(work: Work) -> list[str]:
+        given = [sys.executable, "-P", __file__, "--work", work.told(), "--seconds", str(chosen.seconds)]
+        for name, value in (("--tiles", chosen.tiles), ("--trace", chosen.trace)):
+            given += [name, str(value)] if value else []
+        return given + ["--dry-run"] * chosen.dry_run
+
+    def works(sections: Sequence[str], count: int, speeds: dict[str, float]) -> list[Work]:
+        kept = tuple(each for each in sections if not chosen.only_correct or each in ONLY_CORRECT)
+        spent_s = time.monotonic() - began
+        return [Work(kept, part=(n, count), spent_s=spent_s, speeds=speeds) for n in range(count)]
+
+    speeds: dict[str, float] = {}
+    count, hangs_s = chosen.processes, HANGS_S * (10 if chosen.dry_run else 1)
+    for sections in (FIRST, TOGETHER, ALONE):
+        together = count if sections is TOGETHER else 1
+        for row in rows_of_all(works(sections, together, speeds), command, hangs_s=hangs_s):
+            if row.get("left_out") == NO_GPU:
+                return
+            yield row
+            if "memory_bytes" in row:
+                count = max(1, min(count, row["memory_bytes"] // PROCESS_BYTES))
 
 
 def told(on: Setting, results: list[Row]) -> str:
@@ -128,23 +168,68 @@ def written(into: Path | None, line: str) -> None:
         beside.replace(into)
 
 
-def sections_of(
-    on: Setting, speeds: dict[str, float], shapes: TileShapes, trace: Path | None
-) -> list[tuple[str, float, Section]]:
-    """(name, share of the time, section)"""
-    return [
-        ("device", 0.03, Card(on, speeds)),
-        ("engine", 0.10, Engine(on, speeds)),
-        ("store", 0.08, Store(on, speeds)),
-        ("correct", 0.22, Correct(on, speeds)),
-        ("decode", 0.15, Decode(on, speeds)),
-        ("overlap", 0.20, Overlap(on, speeds)),
-        ("prefill", 0.07, Prefill(on, speeds)),
-        ("trace", 0.02, Trace(on, speeds, trace)),
-        ("copies", 0.02, Copies(on, speeds)),
-        ("plans", 0.01, Plans(on, speeds)),
-        ("tiles", 0.10, shapes),
-    ]
+def work_on(chosen: argparse.Namespace, work: Work) -> int:
+    """What a process does: see `gpu/processes.py`."""
+    on = DRY if chosen.dry_run else Setting()
+    if on.real and not torch.cuda.is_available():
+        say(row={"section": work.sections[0], "what": "", "left_out": NO_GPU})
+        say(done=True)
+        return 0
+    begun, speeds, number = time.monotonic() - work.spent_s, dict(work.speeds), -1
+    for name in work.sections:
+        share = sum(SHARES[each] for each in list(SHARES)[: list(SHARES).index(name) + 1])
+        deadline = begun + share * chosen.seconds  # what a section leaves, the next ones have
+        section = section_of(name, on, speeds, chosen)
+        for what, step in section.steps():
+            number += 1
+            if not work.mine(number):
+                continue
+            say(begins={"section": name, "what": what}, number=number)
+            row = performed({"section": name, "what": what}, step, deadline)
+            if speeds != work.speeds:
+                say(speeds=speeds)
+            say(row=row)
+            if is_lost(row):
+                return 1  # the next process has the other steps
+        if isinstance(section, TileShapes) and chosen.tiles and not section.on.brief:
+            chosen.tiles.write_text(section.tiles_module())
+    say(done=True)
+    return 0
+
+
+def performed(row: Row, step: Callable[[], Row], deadline: float) -> Row:
+    """With what a step found, or its error."""
+    if time.monotonic() > deadline:
+        return row | {"left_out": "no time left"}
+    began = time.monotonic()
+    try:
+        found = step()
+        row = row if row["section"].startswith(COMPILE) else row | found
+    except Exception as error:  # the other steps are worth their time all the same
+        row = row | {"error": f"{type(error).__name__}: {error}"[:500]}
+    return row | {"seconds": round(time.monotonic() - began, 2)}
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "device": Card,
+    "engine": Engine,
+    "store": Store,
+    "correct": Correct,
+    "decode": Decode,
+    "overlap": Overlap,
+    "prefill": Prefill,
+    "copies": Copies,
+    "plans": Plans,
+    "tiles": TileShapes,
+}
+
+
+def section_of(name: str, on: Setting, speeds: dict[str, float], chosen: argparse.Namespace) -> Section:
+    if name == "trace":
+        return Trace(on, speeds, chosen.trace)
+    if name.startswith(COMPILE):
+        return SECTIONS[name.removeprefix(COMPILE)](replace(on, brief=True), {})
+    return SECTIONS[name](on, speeds)
 
 
 if __name__ == "__main__":

@@ -158,9 +158,8 @@ class Decode(Beside):
             row[f"us_rows_{rows}_split_{split}"] = round(1e6 * self.seconds(call, 2 * on.repeats), 1)
         best = min(value for name, value in row.items() if name.startswith("us_rows"))
         row |= {"us": best, "tb_per_s": round(moved / best / 1e6, 3)}
-        for name in ("read", "copy"):
-            if name in self.speeds:
-                row[f"of_{name}"] = round(moved / best * 1e6 / self.speeds[name], 3)
+        if "read" in self.speeds:
+            row["of_roofline"] = round(moved / best * 1e6 / max(self.speeds["read"], self.speeds["copy"]), 3)
         return q, pool, sequences, out, row
 
     def diverging(self) -> Row:

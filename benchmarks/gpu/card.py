@@ -22,6 +22,7 @@ class Card(Section):
             row |= {
                 "name": card.name,
                 "l2_bytes": card.L2_cache_size,
+                "memory_bytes": card.total_memory,
                 "processors": card.multi_processor_count,
             }
             row |= {"triton": __import__("triton").__version__, "cuda": torch.version.cuda}

@@ -44,8 +44,8 @@ class Copies(Section):
             "rotate": (slices.nbytes // 2, lambda: rotate(slices[:, 0], by, out=other[:, 0])),
         }
         row: Row = {"bytes": slices.nbytes}
-        for name, (size, call) in calls.items():
-            speed = 2 * size / self.seconds(self.captured(call))
+        speeds = {name: 2 * size / self.seconds(self.captured(call)) for name, (size, call) in calls.items()}
+        for name, speed in speeds.items():
             row[f"{name}_gb_per_s"] = round(speed / 1e9, 1)
-            row[f"{name}_of_copy"] = round(speed / 1e9 / row["copy_gb_per_s"], 3)
+            row[f"{name}_of_copy"] = round(speed / speeds["copy"], 3)
         return row

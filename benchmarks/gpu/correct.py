@@ -53,7 +53,7 @@ class Correct(Section):
                 yield name, partial(self.correct_pages, dtype, layout)
         yield "decode and prefill: layers of more than 2^31 elements", self.far_chunks
         for tokens in (32_768, 131_072) if self.on.real else (200,):
-            yield f"decode: {tokens} tokens", partial(self.long_context, tokens)
+            yield f"decode and prefill: {tokens} tokens", partial(self.long_context, tokens)
         yield "decode and prefill: logits of 10^4, on another stream", self.large_logits
         for seed, shape in enumerate(shapes):
             for dtype in self.dtypes():
@@ -85,6 +85,7 @@ class Correct(Section):
             plan = self.forest(sequences, batch, chunks, chunk_tokens, tile, split_tokens=256).plan()
             return decode_attention(q, *pool.unbind(1), plan, out=torch.full_like(q, math.nan), **options)
 
+        tile = min(tile, self.rows_max(head_dim) // group)
         out = attend(pool, sequences)
         keys, values = pool.unbind(1)
         exact = naive_decode_attention(q, keys, values, sequences, **options)
@@ -156,6 +157,13 @@ class Correct(Section):
         far = self.both(pool, {0: (list(range(chunks - own, chunks)), tokens)}, q)
         if not all(torch.equal(one, other) for one, other in zip(near, far, strict=True)):
             raise AssertionError("what is far in memory differs")
+        sequences = {0: (list(range(own)), tokens)}
+        exact, plain = (
+            naive_decode_attention(q, *pool[:own].unbind(1), sequences, dtype=dtype)
+            for dtype in (torch.float64, torch.float16)
+        )
+        for found in near:
+            self.compared(found, exact, plain)
         return {"elements": pool.numel(), "over_2_31": pool.numel() > 1 << 31}
 
     def long_context(self, tokens: int) -> Row:
@@ -167,7 +175,8 @@ class Correct(Section):
         keys, values = pool.unbind(1)
         exact = naive_decode_attention(q, keys, values, sequences)
         plain = naive_decode_attention(q, keys, values, sequences, dtype=torch.float16)
-        return self.compared(self.both(pool, sequences, q)[0], exact, plain)
+        decoded, prefilled = self.both(pool, sequences, q)
+        return self.compared(prefilled, exact, plain) | self.compared(decoded, exact, plain)
 
     def large_logits(self) -> Row:
         """exp of their differences is 0 or 1; no two infinities are subtracted."""
@@ -297,9 +306,10 @@ class Correct(Section):
                 out.fill_(math.nan)
                 replay()
                 exact = naive_decode_attention(q, keys, values, sequences)
-                worst = max(worst, (out.double() - exact).abs().max().item())
-                if not (out.double() - exact).abs().max().item() < 5e-3:
-                    raise AssertionError(f"after {number + 1} tokens it differs by {worst:.3g}")
+                error = (out.double() - exact).abs().max().item()
+                if not error < 5e-3:  # also if it is NaN
+                    raise AssertionError(f"after {number + 1} tokens it differs by {error:.3g}")
+                worst = max(worst, error)
         return {"max_error": worst, "captures": captures}
 
 

@@ -22,8 +22,23 @@ class Engine(Section):
     def steps(self) -> Steps:
         for dtype in self.dtypes():
             name = str(dtype).removeprefix("torch.")
+            if self.on.brief:
+                yield f"kernels and their check: {name}", partial(self.started, dtype)
+                continue
             yield f"as generate: {name}", partial(self.as_generate, dtype, 12 if self.on.real else 3)
-        yield "256 sequences at a time", partial(self.as_generate, torch.bfloat16, 256 if self.on.real else 5)
+        if not self.on.brief:
+            yield (
+                "256 sequences at a time",
+                partial(self.as_generate, torch.bfloat16, 256 if self.on.real else 5),
+            )
+
+    def started(self, dtype: torch.dtype) -> Row:
+        """An engine, which compiles its kernels and compares them with what they should give."""
+        from kvstore.gpu_worker.batching import BatchEngine
+
+        chunk = 64 if self.on.real else 16
+        BatchEngine(self.model(dtype), pool_chunks=16, chunk_tokens=chunk).close()
+        return {}
 
     def model(self, dtype: torch.dtype) -> Any:
         """Of a small Llama's shape, random: what it says is noise, and the same noise from all."""
@@ -76,6 +91,8 @@ class Engine(Section):
             row: Row = {"tokens_per_s": round(count * answer / (time.perf_counter() - began), 1)}
             graphs = engine._forward.graphs
             row["graphs"] = dict(graphs.counters) if graphs is not None else {}
+            if self.on.real and not row["graphs"].get("replayed"):
+                raise AssertionError(f"no step was replayed as a graph: {row['graphs']}")
         finally:
             engine.close()
         unclear = compared = 0

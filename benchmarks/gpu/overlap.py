@@ -17,6 +17,7 @@ import overlap
 import torch
 from turns import BOUND_S, daemon
 
+from gpu.engine import CLEAR
 from gpu.section import Row, Section, Steps
 from kvstore.client import connect
 from kvstore.gpu_worker.batching import BatchEngine
@@ -41,6 +42,9 @@ class Overlap(Section):
 
     def steps(self) -> Steps:
         real = self.on.real
+        if self.on.brief:
+            yield "kernels and their check: 7B shape", self.started
+            return
         buffers = (NO_PRELOADING, 0, 5, 15, None) if real else (NO_PRELOADING, 0, None)
         history, new = (1024, 100) if real else (64, 10)
         yield (
@@ -56,6 +60,10 @@ class Overlap(Section):
             yield f"figure 20: a prompt of {tokens} tokens and what is decoded", partial(self.saving, tokens)
         yield "decode: steps of many sequences", self.decoding
         vars(self).pop("model", None)  # other sections need the memory
+
+    def started(self) -> Row:
+        BatchEngine(self.model, pool_chunks=16).close()
+        return {}
 
     @cached_property
     def model(self) -> Any:
@@ -80,7 +88,7 @@ class Overlap(Section):
             torch.set_default_dtype(usual)
 
     def layers(self) -> int:
-        if not self.on.real:
+        if not self.on.real or self.on.brief:
             return 2
         gc.collect()
         torch.cuda.empty_cache()
@@ -124,6 +132,7 @@ class Overlap(Section):
                 pairs=10 if self.on.real else 2,
                 buffers=buffers,
                 make_device=self.make_device,
+                clear=CLEAR if self.on.real else None,
                 **self.room(tokens),
             )
         first, ours = rows[0], rows[-1]

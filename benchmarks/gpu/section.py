@@ -14,7 +14,9 @@ import torch
 
 from kvstore.gpu_worker.device import CpuDevice
 from kvstore.kernels.forest import Forest
+from kvstore.kernels.launch import card_of, rows_max
 from kvstore.kernels.prefill import PrefillPlan
+from kvstore.kernels.warm_up import ROWS
 
 Sequences = dict[int, tuple[list[int], int]]
 Row = dict[str, Any]
@@ -46,10 +48,10 @@ class Setting:
     flush_bytes: int = 256 << 20
     """More than any L2."""
     repeats: int = 20
-
-    @property
-    def real(self) -> bool:
-        return self.device == "cuda"
+    brief: bool = False
+    """Each kernel is launched once: so that it is compiled."""
+    real: bool = True
+    """A card; False: the CPU, in small."""
 
 
 DRY = Setting(
@@ -64,6 +66,7 @@ DRY = Setting(
     copied_tokens=64,
     flush_bytes=1 << 10,
     repeats=2,
+    real=False,
 )
 
 
@@ -148,6 +151,10 @@ class Section:
         forest = self.forest(sequences, batch, chunks, on.chunk, 16, split_tokens=8 * on.chunk, timed=True)
         return q, *pool.unbind(1), forest.prefill(dict.fromkeys(sequences, new)), sequences
 
+    def rows_max(self, head_dim: int) -> int:
+        """Rows of a tile that fit on this card: not all have as many as an H100."""
+        return rows_max(head_dim, most=ROWS[-1], card=card_of(torch.device(self.on.device)))
+
     def cuda(self) -> Any:
         from kvstore.gpu_worker.cuda import CudaDevice
 
@@ -163,7 +170,7 @@ class Section:
 
     def captured(self, call: Callable[[], object]) -> Callable[[], object]:
         """The call as a CUDA graph; compiled before, as a graph may not."""
-        if not self.on.real:
+        if not self.on.real or self.on.brief:
             return call
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -173,10 +180,18 @@ class Section:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
-        return graph.replay
+
+        def replay(call: Callable[[], object] = call) -> None:  # with all that the graph reads
+            graph.replay()
+
+        return replay
 
     def seconds(self, call: Callable[[], object], repeats: int | None = None) -> float:
         """Median time of a call with a cold L2. Writing the flushed bytes also hides the time to launch."""
+        if self.on.brief:
+            call()
+            self.synchronize()
+            return 1.0
         repeats = repeats or self.on.repeats
         for _ in range(3):
             call()

@@ -6,6 +6,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,11 @@ class Store(Section):
         yield "registration", self.registration
         yield "copies between host and device", self.link
         yield "loads", self.loads
-        yield "self-check", self.self_check
+        for protection in (
+            "group",
+            "sealed",
+        ):  # out of the arena itself; with most cards through the bounce ring
+            yield f"self-check, {protection}", partial(self.self_check, protection)
 
     def registration(self) -> Row:
         """Of memory as the arena is: a memfd, mapped and touched."""
@@ -67,6 +72,9 @@ class Store(Section):
                     "in_as_a_whole": lambda whole=whole: card.view(-1).copy_(whole, non_blocking=True),
                     "out": lambda back=back: device.copy_all_out(back),
                 }
+                if name == "pageable":  # a kernel must not read it, and a driver may refuse batches of it
+                    ways["in"] = ways.pop("in_one_by_one")
+                    ways["out"] = lambda back=back: [device.copy_out(*pair) for pair in back]
                 for way, call in ways.items():
                     took = []
                     for _ in range(4):
@@ -158,7 +166,7 @@ class Store(Section):
             if moved and torch.equal(found[:, 0], wanted[:, number, 0]):
                 raise AssertionError(f"{way}: what should have moved differs in nothing")
 
-    def self_check(self) -> Row:
+    def self_check(self, protection: str) -> Row:
         """As `kvctl doctor gpu` and a worker do it, with a daemon of its own."""
         from turns import daemon
 
@@ -166,8 +174,7 @@ class Store(Section):
         from kvstore.gpu_worker.segments import Segments
         from kvstore.gpu_worker.self_check import GEOMETRIES, check
 
-        row: Row = {}
-        with daemon() as run_dir:
+        with daemon(f"--protection={protection}") as run_dir:
             device = self.make_device()
             segments = Segments(device)
             try:
@@ -178,7 +185,8 @@ class Store(Section):
                         check(device, where, geometry, client.open, path=segments.path)
                         for geometry in GEOMETRIES
                     ]
-                row = {
+                    assert not segments.failure, segments.failure
+                return {
                     "path": segments.path.value,
                     "reads_read_only": device.registers_read_only,
                     "bytes": sum(one.bytes for one in passed),
@@ -186,7 +194,6 @@ class Store(Section):
             finally:
                 segments.close()
                 device.close()
-        return row
 
 
 class Held:

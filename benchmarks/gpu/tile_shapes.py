@@ -59,7 +59,7 @@ class TileShapes(Section):
         cached, new = on.points[0][0] // 2, 8 * on.chunk
         q, keys, values, plan, _ = self.prefilling(2, cached, new, kv_heads, torch.float16)
         out = torch.empty_like(q)
-        return self.key(128), lambda: prefill_attention(q, keys, values, plan, out=out)
+        return self.key(self.rows_max(on.head_dim)), lambda: prefill_attention(q, keys, values, plan, out=out)
 
     def key(self, rows: int) -> tiles.Key:
         return tiles.Key(rows, 1 << (self.on.head_dim - 1).bit_length(), self.on.chunk)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.device import CannotRegister, Event
+from kvstore.gpu_worker.small_copies import uses_host_addresses
 
 from ...cards import LATE_CYCLES, card
 from .conftest import tiny_llama
@@ -83,12 +85,18 @@ def test_a_stream_holds_up_neither_the_thread_nor_the_model(device: Any) -> None
     event.synchronize()
 
 
-@pytest.mark.parametrize("sizes", [(4096,), (1, 4096, 70_000, 2, SIZE)])
+@pytest.mark.parametrize(
+    "sizes", [(4096,), (1, 4096, 70_000, 2, SIZE), (*range(1, 10), SIZE), (*[4096] * 9, 16)]
+)
 @pytest.mark.parametrize("contiguous", [True, False])
-@pytest.mark.parametrize("batched", [True, False])
-def test_every_bit_comes_back(device: Any, sizes: tuple[int, ...], contiguous: bool, batched: bool) -> None:
-    if not batched:
+@pytest.mark.parametrize("way", ["as the driver can", "by a kernel", "one by one"])
+def test_every_bit_comes_back(device: Any, sizes: tuple[int, ...], contiguous: bool, way: str) -> None:
+    if way != "as the driver can":
         device._batched = None
+        device._small = device._proven_small_copies() if way == "by a kernel" else None
+    if way == "by a kernel" and device._small is None:
+        assert not uses_host_addresses(0), "the kernel copies wrongly: see the log"
+        pytest.skip("this card has host memory elsewhere")
     step = 1 if contiguous else 2
     there = [torch.zeros(size * step, dtype=torch.uint8, device=CARD)[::step] for size in sizes]
     given, back = ([device.buffer(size) for size in sizes] for _ in range(2))
@@ -132,6 +140,47 @@ def test_memory_that_is_read_only_is_registered_or_refused_as_the_device_says(de
     stream.run(lambda: device.copy_in(there, memory))
     device.unregister(memory.ctypes.data)
     assert (there.cpu().numpy() == memory).all()
+
+
+def test_copies_in_batches_go_on_from_a_thread_that_is_new(device: Any) -> None:
+    """The driver's own call is the first that it makes."""
+    if device._batched is None:
+        pytest.skip("a driver without copies in batches")
+    given = device.buffer(2 * SIZE).reshape(2, SIZE)
+    given[:] = 7
+    there, stream = torch.zeros(2, SIZE, dtype=torch.uint8, device=CARD), device.stream("read")
+    torch.cuda.synchronize()
+    pairs = list(zip(there, given, strict=True))
+    thread = threading.Thread(target=stream.run, args=(lambda: device.copy_all_in(pairs),))
+    thread.start()
+    thread.join()
+    stream.record().synchronize()
+    assert (there == 7).all() and device._batched is not None
+
+
+def test_graphs_are_captured_again_when_all_of_before_are_gone(device: Any) -> None:
+    """While memory of theirs is in use still, as that for partial results is."""
+    numbers, kept = torch.ones(1 << 20, device=CARD), []
+    assert (numbers * 2 == 2).all()
+
+    def work() -> torch.Tensor:
+        kept.append(torch.empty_like(numbers))
+        return numbers * 2
+
+    for number in (1, 3, 4):
+        graph, out = device.capture(work)
+        numbers.fill_(number)
+        graph.replay()
+        assert (out == 2 * number).all()
+        del graph, out
+
+
+def test_a_capture_that_fails_leaves_the_thread_its_stream(device: Any) -> None:
+    numbers, before = torch.ones(8, device=CARD), torch.cuda.current_stream(CARD)
+    with pytest.raises(RuntimeError):
+        device.capture(lambda: numbers * float(numbers.sum()))
+    assert torch.cuda.current_stream(CARD) == before
+    assert (numbers * 2 == 2).all()
 
 
 def test_a_captured_step_reads_what_lies_there_when_it_is_replayed(device: Any) -> None:

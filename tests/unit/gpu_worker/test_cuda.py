@@ -73,12 +73,15 @@ class FakeCuda:
                 fake.say("stream.query")
                 return True
 
+            def wait_stream(self, other: Stream) -> None:
+                fake.say("wait_stream")
+
         class Event:
-            def __init__(self, *, blocking: bool = False) -> None:
+            def __init__(self, *, blocking: bool = False, enable_timing: bool = False) -> None:
                 self.blocking = blocking
 
             def record(self, stream: Stream | None = None) -> None:
-                stream = stream or fake.current.stream
+                stream = stream or getattr(fake.current, "stream", None) or default
                 fake.say(f"record on {stream.device} {'blocking' if self.blocking else 'spinning'}")
 
             def query(self) -> bool:
@@ -87,6 +90,9 @@ class FakeCuda:
 
             def synchronize(self) -> None:
                 fake.say("synchronize")
+
+            def elapsed_time(self, other: Event) -> float:
+                return 1.0
 
         @contextmanager
         def use_device(device: torch.device) -> Iterator[None]:
@@ -106,13 +112,19 @@ class FakeCuda:
                 fake.current.stream = before
 
         class CUDAGraph:
-            pass
+            def replay(self) -> None:
+                fake.say("replay")
 
         @contextmanager
         def graph(
-            made: CUDAGraph, *, pool: object, stream: Stream, capture_error_mode: str = "global"
+            made: CUDAGraph,
+            *,
+            pool: object = None,
+            stream: Stream | None = None,
+            capture_error_mode: str = "global",
         ) -> Iterator[None]:
             """Torch's stays on its stream where a capture fails, and counts who has memory of a handle."""
+            pool, stream = pool or object(), stream or Stream()
             users, underway = fake.users.setdefault(id(pool), (weakref.WeakSet(), []))
             assert fake.pools.count(pool) == 0 or (users and not underway), (
                 "use_count > 0 INTERNAL ASSERT FAILED"
@@ -152,7 +164,7 @@ class FakeCuda:
             "Event": Event,
             "device": use_device,
             "stream": use_stream,
-            "current_stream": lambda device: getattr(fake.current, "stream", None) or default,
+            "current_stream": lambda device=None: getattr(fake.current, "stream", None) or default,
             "synchronize": lambda: fake.say(f"synchronize device {fake.device_number}"),
             "graph_pool_handle": object,
             "CUDAGraph": CUDAGraph,
