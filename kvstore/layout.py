@@ -64,8 +64,11 @@ class GroupSpec:
 
 TOOLS_LAYOUT = "kvctl-1:opaque"
 SELF_CHECK_LAYOUT = "self-check/"
-OF_TOOLS = (TOOLS_LAYOUT, SELF_CHECK_LAYOUT)
+DOCTORS_LAYOUT = "kvctl-doctor-1:opaque"
+OF_TOOLS = (TOOLS_LAYOUT, SELF_CHECK_LAYOUT, DOCTORS_LAYOUT)
 """How layouts begin in the namespaces that `kvctl put` and the doctors open: no model that a worker serves."""
+OF_ONE_NODE = (SELF_CHECK_LAYOUT, DOCTORS_LAYOUT)
+"""Of these those whose chunks no other node needs: random bits that are forgotten at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,11 @@ class NamespaceSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", _tuple_of(self.groups))
+
+    @property
+    def is_of_one_node(self) -> bool:
+        """Its chunks go to no REMOTE store, and other nodes are not told what is forgotten of it."""
+        return self.layout_fingerprint.startswith(OF_ONE_NODE)
 
     @property
     def shard_count(self) -> int:

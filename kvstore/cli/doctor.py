@@ -30,7 +30,7 @@ from kvstore.config import DESCRIPTOR_SOCKET, LOCK_FILE, MORE_SEGMENTS, ONE_SEGM
 from kvstore.core.events import IndexUsage
 from kvstore.core.ssd.index_room import NEARLY_FULL, REMEDY, describe
 from kvstore.errors import StoreError
-from kvstore.layout import TOOLS_LAYOUT, GroupSpec, NamespaceSpec
+from kvstore.layout import DOCTORS_LAYOUT, GroupSpec, NamespaceSpec
 from kvstore.types import ChunkKey, GrantResult, Outcome
 
 CHUNKS = 3
@@ -51,7 +51,7 @@ ENGINE_S = 300.0
 SPEC = NamespaceSpec(
     model="kvctl-doctor",
     weights_digest=b"kvctl.doctor.v1",
-    layout_fingerprint=TOOLS_LAYOUT,
+    layout_fingerprint=DOCTORS_LAYOUT,
     chunk_tokens=CHUNK_TOKENS,
     groups=(GroupSpec("bytes", shard_bytes=SHARD_BYTES, position_rule="none"),),
 )

@@ -27,6 +27,7 @@ from typing import Any
 import httpx
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 from kvstore.scheduler.gateway.dispatch import Asked, Dispatcher, Failure, Full, Server, Silent, Ticket
@@ -64,7 +65,8 @@ PASSED_ON = ("content-type", "content-encoding", "retry-after", "x-request-id")
 """Headers of answers that clients get,"""
 PASSED_DOWN = (b"authorization", b"content-type", b"x-request-id", b"traceparent", b"tracestate")
 """and of requests that servers get."""
-NO_BODY = f"the body is no JSON object of at most {BODY_BYTES_MAX} bytes that arrives within {BODY_S:g} s"
+NO_BODY = f"the body is no JSON object that arrives within {BODY_S:g} s"
+LONG_BODY = f"a body has at most {BODY_BYTES_MAX} bytes"
 log = logging.getLogger(__name__)
 
 
@@ -114,13 +116,14 @@ def create_app(settings: Settings) -> FastAPI:
             await ahead.close()
         await http.aclose()
 
-    app = FastAPI(title="attnstore gateway", lifespan=lifespan)
+    app = FastAPI(title="attnstore gateway", lifespan=lifespan, openapi_url=None)
+    app.add_exception_handler(HTTPException, _refused)
     gateway = Gateway(http, dispatcher, ahead, silent_s=settings.silent_s, routes=bool(settings.nodes))
     for path in PATHS:
         app.add_api_route(path, gateway.generate, methods=["POST"], response_model=None)
     app.add_api_route("/v1/kv/presence", gateway.presence, methods=["POST"], response_model=None)
     app.add_api_route("/v1/models", gateway.models, methods=["GET"], response_model=None)
-    app.add_api_route("/health", gateway.health, methods=["GET"], response_model=None)
+    app.add_api_route("/health", gateway.health, methods=["GET", "HEAD"], response_model=None)
     app.add_api_route("/metrics", gateway.metrics, methods=["GET"], response_model=None)
     app.state.gateway = gateway
     return app
@@ -193,7 +196,7 @@ class Gateway:
                 self.is_late(server)
                 raise
             except (httpx.TransportError, _Lost) as error:
-                log.warning("%s: %s", server.url, error or type(error).__name__)
+                log.warning("%s: %s", server.url, str(error) or type(error).__name__)
                 reached = not isinstance(error, NOT_REACHED)
                 broken += reached
                 failure = Failure.SILENT if isinstance(error, _Lost) else Failure.BROKE_OFF
@@ -299,6 +302,8 @@ class _Relay(StreamingResponse):
             await super().__call__(scope, receive, send_in_time)
         except TimeoutError:
             log.warning("a client has read nothing of its answer for %.0f s: hung up", READ_S)
+        except httpx.TransportError:
+            pass  # it was told; the connection closes before the answer's end, which is how the client sees it
         finally:
             self._gateway.dispatcher.leave(self._ticket)
             await asyncio.shield(self._answer.aclose())  # which ends the request there, if it still runs
@@ -319,7 +324,7 @@ class _Relay(StreamingResponse):
             self._gateway.is_late(server)
             raise
         except httpx.TransportError as error:
-            log.warning("an answer of %s broke off: %s", server.url, error or type(error).__name__)
+            log.warning("an answer of %s broke off: %s", server.url, str(error) or type(error).__name__)
             server.failed += 1
             dispatcher.leave_out(server, Failure.BROKE_OFF)
             raise
@@ -382,15 +387,24 @@ def _passed_down(request: Request) -> dict[bytes, bytes]:
     return {name: value for name, value in request.headers.raw if name in PASSED_DOWN}
 
 
+async def _refused(_: Request, error: Exception) -> Response:
+    """No such path, or no such method of it, as well as a body that is too long."""
+    assert isinstance(error, HTTPException)
+    return _error(error.status_code, error.detail, dict(error.headers or {}))
+
+
 async def _read(request: Request) -> Asked | None:
-    """None: its body is no JSON object, too long or too late."""
-    data = bytearray()
+    """None: its body is no JSON object, or too late. Raises HTTPException for one that is too long, once it is there:
+    who still writes does not read."""
+    data, size = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
-                data += part
-                if len(data) > BODY_BYTES_MAX:
-                    return None
+                size += len(part)
+                if size <= BODY_BYTES_MAX:
+                    data += part
+        if size > BODY_BYTES_MAX:
+            raise HTTPException(413, LONG_BODY)
         body = await asyncio.to_thread(json.loads, data)
     except (TimeoutError, ValueError, RecursionError):
         return None

@@ -291,3 +291,62 @@ def test_a_body_that_does_not_arrive_is_refused(
     with socket.create_connection((host, int(port)), BOUND_S) as slow:
         slow.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{"a"')
         assert slow.recv(12) == b"HTTP/1.1 400"
+
+
+def test_a_body_that_is_too_long_is_refused_in_words(
+    before: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the client is still writing: it reads no answer before."""
+    monkeypatch.setattr(gateway_app, "BODY_BYTES_MAX", 1 << 20)
+    answer = httpx.post(f"{before()}/v1/completions", json={"prompt": "x" * (32 << 20)}, timeout=BOUND_S)
+    assert answer.status_code == 413 and "a body has at most" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nowhere", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/docs", 404),
+        ("OPTIONS", "/v1/chat/completions", 405),
+        ("DELETE", "/v1/models", 405),
+    ],
+)
+def test_what_there_is_not_is_refused_in_openais_words(
+    method: str, path: str, status: int, before: Callable[..., str]
+) -> None:
+    answer = httpx.request(method, before() + path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, status)
+
+
+def test_load_balancers_may_ask_without_a_body(before: Callable[..., str]) -> None:
+    assert httpx.head(f"{before(lambda *_: said(b''))}/health").status_code == 200
+
+
+def test_an_answer_that_breaks_off_is_a_line_in_the_log(
+    before: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def breaks_off(number: int, headers: Mapping[bytes, bytes]) -> Iterator[bytes]:
+        yield b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nfirst\r\n"
+        raise ConnectionError
+
+    url = before(breaks_off)
+    with (
+        pytest.raises(httpx.RemoteProtocolError),
+        httpx.stream("POST", f"{url}/v1/completions", json={}) as answer,
+    ):
+        answer.read()
+    assert "broke off: peer closed connection" in caplog.text
+    assert [record.message for record in caplog.records if record.exc_info] == []
+
+
+def test_a_failure_without_words_is_named(
+    before: Callable[..., str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def reset(*_: object) -> httpx.Response:
+        raise httpx.ReadError("")
+
+    monkeypatch.setattr(gateway_app.Gateway, "_send", reset)
+    url = before(lambda *_: b"")
+    assert ask(url).status_code == 502
+    assert [r.getMessage() for r in caplog.records if r.name == gateway_app.__name__][0].endswith(": ReadError")

@@ -163,12 +163,20 @@ class Forgets:
 
     def _forget(self, gone: Iterable[tuple[NamespaceId, ChunkKey]]) -> None:
         for namespace_id, key in gone:
+            if self._is_of_one_node(namespace_id):
+                continue
             namespace = self.state.namespaces.get(namespace_id)
             self._is_gone((namespace_id, key))
             if namespace is not None:
                 self._note(namespace.salt, key, b"")
             else:
                 self._note_for_all(None)
+
+    def _is_of_one_node(self, namespace_id: NamespaceId) -> bool:
+        """What the doctor saves is nowhere else, and during an outage of the REMOTE store its forgets would wait among
+        those that somebody needs."""
+        namespace = self.state.namespaces.get(namespace_id)
+        return namespace is not None and namespace.spec.is_of_one_node
 
     def _is_gone(self, name: tuple[NamespaceId, ChunkKey]) -> None:
         self._saves.was_forgotten(name)
@@ -254,7 +262,7 @@ class Forgets:
 
     def hold(self, ticket: ev.Ticket, answer: object) -> bool:
         """True: this answer waits until the channels know what was forgotten until now."""
-        coming = len(self.state.forgotten)
+        coming = sum(not self._is_of_one_node(number) for number, _ in self.state.forgotten)
         numbers = {name: channel.noted + coming for name, channel in self.channels.items()}
         if all(self.channels[name].told >= number for name, number in numbers.items()):
             return False

@@ -195,7 +195,7 @@ class RemoteSaves:
         state = self.state
         chunks = state.chunks
         namespace = state.namespace_of(row)
-        if namespace.retired or not state.is_hit(row) or self._is_there(row):
+        if namespace.retired or namespace.spec.is_of_one_node or not state.is_hit(row) or self._is_there(row):
             return False
         if len(state.makers_of(row)) >= MAKERS_MAX:
             return False

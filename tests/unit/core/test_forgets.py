@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from kvstore.core import events as ev
 from kvstore.core.chunks import FETCHING
 from kvstore.keys import tenant_mark
+from kvstore.layout import DOCTORS_LAYOUT
 from kvstore.sim.remote_world import RemoteWorld
 from kvstore.sim.world import PAGE, chain, spec
 from kvstore.types import ChunkKey, DiskResult, NamespaceId, Reason, WorkerId
@@ -313,6 +315,19 @@ def test_each_answer_says_whether_the_channel_knows_what_was_forgotten_before_it
     assert "(still away)" in world.replies[-1].answer.not_durable
     assert forget(2, fails="") == "" and waiting() == 0, "what could not be told before goes along"
     assert forget(3, fails="") == ""
+
+
+def test_what_is_of_one_node_is_told_to_nobody() -> None:
+    """The doctor's chunks, in an outage too: the alert is of forgets that somebody needs."""
+    world, worker, _ = start()
+    mine = world.open(replace(spec("kvctl-doctor"), layout_fingerprint=DOCTORS_LAYOUT), worker)
+    world.save(worker, mine, KEYS)
+    world.tick(10_000)
+    assert not world.elsewhere["remote"], "it went to the REMOTE store"
+    world.hold = {ev.ForgetChunks}
+    answer = world.ask(ev.Forget, worker, mine, b"", KEYS)
+    assert (answer.count, answer.not_durable) == (len(KEYS), "")
+    assert world.store.forgets.gauges()["remote_forgets_waiting"] == 0
 
 
 def test_what_a_channel_did_not_know_before_a_start_is_shown() -> None:
