@@ -197,6 +197,7 @@ GAUGES = {
 PATTERNS = {
     r"source_\w+_well": "1 while this source beyond the node is asked; 0: it failed or was late, and is left alone.",
     r"source_\w+_bytes_per_s": "Bytes a second that came from it of late.",
+    r"source_\w+_bytes_at_once": "Bytes that it is asked for at once: fewer where it is slow.",
     r"source_\w+_chunks_coming": "Chunks on their way from it.",
     r"\w+_forgets_read_ms_ago": "Milliseconds since this channel's forgets were read last; -1: never.",
 }

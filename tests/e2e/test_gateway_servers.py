@@ -349,4 +349,5 @@ def test_a_failure_without_words_is_named(
     monkeypatch.setattr(gateway_app.Gateway, "_send", reset)
     url = before(lambda *_: b"")
     assert ask(url).status_code == 502
-    assert [r.getMessage() for r in caplog.records if r.name == gateway_app.__name__][0].endswith(": ReadError")
+    lines = [record.getMessage() for record in caplog.records if record.name == gateway_app.__name__]
+    assert len(lines) == 1 and lines[0].endswith(": ReadError")

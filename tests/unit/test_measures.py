@@ -69,3 +69,22 @@ def test_names_with_a_source_or_labels_in_them() -> None:
     assert "never" in measures.meaning("registry_forgets_read_ms_ago")
     assert measures.meaning("lookups{namespace=1,reason=evicted}")
     assert measures.meaning("nobody_counts_this") == ""
+
+
+def gauges_named_by_a_source() -> set[str]:
+    """f"source_{source.name}_well" and the like, with "x" for the name."""
+    names = set()
+    for path in (ROOT / "core").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Subscript(slice=ast.JoinedStr(values=parts)):
+                    texts = [part.value if isinstance(part, ast.Constant) else "x" for part in parts]
+                    if texts[0] == "source_":
+                        names.add("".join(texts))
+    return names
+
+
+def test_every_gauge_of_a_source_has_a_meaning() -> None:
+    names = gauges_named_by_a_source()
+    assert "source_x_well" in names
+    assert [name for name in sorted(names) if not measures.meaning(name)] == []
