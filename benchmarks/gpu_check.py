@@ -83,7 +83,7 @@ TOGETHER = tuple(each for each in SHARES if each == "correct" or each.startswith
 """Of which no time is measured."""
 ALONE = tuple(each for each in SHARES if each not in (*FIRST, *TOGETHER))
 NO_GPU = "no GPU here"
-HANGS_S = 200.0
+HANGS_S = 150.0
 """No step takes so long, nor a start; of a dry run, on whatever machine, ten times as long."""
 PROCESS_BYTES = 8 << 30
 """Of the card's memory, that a process takes at most."""
@@ -137,6 +137,11 @@ def rows(chosen: argparse.Namespace) -> Iterator[Row]:
         given = [sys.executable, "-P", __file__, "--work", work.told(), "--seconds", str(chosen.seconds)]
         for name, value in (("--tiles", chosen.tiles), ("--trace", chosen.trace)):
             given += [name, str(value)] if value else []
+        if (
+            work.part[1] > 1
+        ):  # what is exact is computed on the host, too, and each would take all of its cores
+            threads = max(1, len(os.sched_getaffinity(0)) // work.part[1])
+            given = ["env", f"OMP_NUM_THREADS={threads}", *given]
         return given + ["--dry-run"] * chosen.dry_run
 
     def works(sections: Sequence[str], count: int, speeds: dict[str, float]) -> list[Work]:
