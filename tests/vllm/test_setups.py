@@ -129,13 +129,6 @@ def test_beside_another_connector(
     assert engine.end() == 0
 
 
-def test_layer_by_layer_in_pipeline_stages_is_refused(daemon: Daemon, launch_engine: Launch) -> None:
-    """vLLM goes on with a prompt before it hears that its load has failed."""
-    stages = {"pipeline_parallel_size": 2, "async_scheduling": False}
-    with pytest.raises(AssertionError, match="or start vLLM with --pipeline-parallel-size 1"):
-        launch_engine("stages", daemon.run_dir, {"layerwise": True}, **stages)
-
-
 @pytest.mark.parametrize("way", ["connector", "tier"])
 def test_embeddings(daemon: Daemon, launch_engine: Launch, words: Path, way: str) -> None:
     """A model that answers with a vector: of the prompt's last token, behind blocks that were restored."""
