@@ -117,7 +117,7 @@ class Tracked:
     @property
     def stale(self) -> bool:
         """Its KV is of before a reset. A preemption takes it that KV."""
-        return self.stale_at == self.request.num_preemptions
+        return bool(self.stale_at == self.request.num_preemptions)
 
 
 class SchedulerSide:
