@@ -43,8 +43,8 @@ NEITHER = frozenset(
         "attacked_p99_ms", "gb_per_s_max", "gb_per_s_min", "hung_max_ms", "hung_p99_ms", "p99",
         "p99_ms", "p99_us", "shared_ttft_max_s", "spread", "well_p99_ms",
         # what was done, and ratios of which each benchmark has its own sense: its goals have their direction
-        "cached", "kib_a_token", "loaded_mib", "mooncake_ratio", "ratio", "recomputed_share",
-        "share_recomputed", "written",
+        "cached", "kib_a_token", "kvstored_over_no_store", "lmcache_over_no_store", "loaded_mib",
+        "mooncake_ratio", "ratio", "recomputed_share", "share_recomputed", "written",
     )
 )
 # fmt: on

@@ -219,7 +219,7 @@ def test_recall_of_what_an_earlier_start_left_on_ssd(start: Callable[..., Any], 
     daemon = start()
     with client_of(daemon) as client:
         space = client.open(SPEC)
-        assert kvctl_(run_dir, "recall", "--maker", WELL.hex())["chunks"] == 0
+        assert kvctl_(run_dir, "recall", "--maker", WELL.hex(), status=1)["chunks"] == 0
         assert kvctl_(run_dir, "recall", "--maker", SICK.hex(), "--since", "1s")["chunks"] == 8
         assert set(space.match(old).reasons) == {Reason.RECALLED}
     daemon.kill()

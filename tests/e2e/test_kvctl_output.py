@@ -42,7 +42,7 @@ ANSWERS = [
     ["simulate", "--format", "sharegpt", "{lengths}", "--dram", "1G"],
     ["plan", "--format", "sharegpt", "{lengths}", "--target", "0.5"],
     ["simulate-fleet", "--format", "sharegpt", "{lengths}", "--dram", "1G"],
-    ["route", "--key", "61"],
+    ["route", "--model", "kvctl", "--key", "61"],
     ["fleet", "stats"],
     ["record", "--status"],
     ["advise", "--help"],  # it watches for seconds

@@ -202,6 +202,7 @@ def test_kernels_are_compiled_before_the_first_step(monkeypatch: pytest.MonkeyPa
     pytest.importorskip("triton", reason="Triton is not installed: nothing can be bound")
     model = tiny_llama()
     forward = Forward(model, HbmPool(Geometry.of(model, 16), 4), sequences_max=4, tokens_max=64, share=True)
+    monkeypatch.setattr(type(model), "device", property(lambda _: torch.device("cuda")))
     with bound(monkeypatch) as launches:
         forward.warm_up()
     kernels = {name.removeprefix("kvstore.kernels.") for name, *_ in launches.keys}
