@@ -419,7 +419,10 @@ MISSING = [
     (["record", "--status", "--seconds", "9"], "--seconds: would do nothing here (with --status or --stop"),
     (["stats", "--watch", "--long"], "--long: would do nothing here"),
     (["explain", "nobody"], "SESSION=nobody: no such session (see kvctl sessions)"),
-    (["explain", "--key", "61", "--namespace", "99"], "--namespace=99: no such namespace (see kvctl namespaces)"),
+    (
+        ["explain", "--key", "61", "--namespace", "99"],
+        "--namespace=99: no such namespace (see kvctl namespaces)",
+    ),
     (["get", "00"], "KEY=00: a key of put has 16 bytes (give the key as kvctl put printed it)"),
     (["get", "ab" * 16], f"KEY={'ab' * 16}: a piece of it is not there: NEVER_SEEN"),
     (["put", "/nowhere"], "FILE=/nowhere: cannot be read: No such file or directory"),
