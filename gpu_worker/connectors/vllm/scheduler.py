@@ -582,6 +582,7 @@ class SchedulerSide:
             fresh = list(given[0]) if given is not None else []
             if name in cached.resumed_req_ids:
                 fresh = self._begin(tracked, fresh, computed[name])
+                tracked.stale_at = -1  # after a load that failed it has no preemption more
             else:
                 tracked.blocks += fresh
             metadata.fresh.update(fresh)
