@@ -34,9 +34,8 @@ class BounceRing:
         """`slice_bytes`: of the largest piece."""
         self._device = device
         self._bytes = max(BUFFER_BYTES, slice_bytes)
-        self._buffers = [
-            Bounce(device.buffer(self._bytes), ("bounce", id(self), number)) for number in range(BUFFERS)
-        ]
+        memories = [device.buffer(self._bytes) for _ in range(BUFFERS)]
+        self._buffers = [Bounce(memory, ("bounce", memory.ctypes.data)) for memory in memories]
         self._taken = 0
 
     def batches(self, sizes: Sequence[int]) -> Iterator[list[int]]:

@@ -214,7 +214,7 @@ class Load:
             return ""
         size = self._piece_bytes(piece)
         found, wanted = self._device.buffer(size), np.empty(size, np.uint8)
-        region: Region = ("sample", id(self))
+        region: Region = ("sample", found.ctypes.data)
         self._stream.run(
             lambda: self._device.copy_out(found, target),
             reads=list(self._regions(layer)),

@@ -35,9 +35,8 @@ class Uploads:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._buffers = [
-            _Buffer(device.buffer(BUFFER_BYTES), ("upload", id(self), number)) for number in range(BUFFERS)
-        ]
+        memories = [device.buffer(BUFFER_BYTES) for _ in range(BUFFERS)]
+        self._buffers = [_Buffer(memory, ("upload", memory.ctypes.data)) for memory in memories]
         self._taken = 0
 
     def __call__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -241,10 +241,12 @@ def words(folder: Path, model: Path) -> Path:
     return path
 
 
+STARTED: list[Engine] = []
+
+
 @pytest.fixture(scope="session")
 def launch_engine(folder: Path, model: Path) -> Iterator[Callable[..., Engine]]:
     """launch(name, run_dir or None, extra={}, **vllm_options) -> Engine"""
-    started: list[Engine] = []
 
     def launch(
         name: str, run_dir: Path | None, extra: dict[str, Any] | None = None, **options: Any
@@ -262,13 +264,23 @@ def launch_engine(folder: Path, model: Path) -> Iterator[Callable[..., Engine]]:
             },
             folder / f"{name}.log",
         )
-        started.append(engine)
+        STARTED.append(engine)
         return engine
 
     yield launch
-    for engine in started:
+    for engine in STARTED:
         if engine.process.poll() is None:
             engine.end()
+
+
+@pytest.fixture(autouse=True)
+def engines_end_with_their_test() -> Iterator[None]:
+    """Those of a test that failed would take the processor from the tests after it."""
+    before = len(STARTED)
+    yield
+    for engine in STARTED[before:]:
+        if engine.process.poll() is None:
+            os.killpg(engine.process.pid, signal.SIGKILL)
 
 
 def transfer_config(run_dir: Path, **extra: Any) -> dict[str, Any]:

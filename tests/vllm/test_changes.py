@@ -20,7 +20,18 @@ import torch
 from kvstore.client import ReadLease
 
 from .conftest import BLOCK, BOUND_S, Daemon, prompt
-from .test_crowds import LAYERS, LENGTHS, PATIENT, TOKENS_MAX, ByConnector, Told, leases, pinned, until
+from .test_crowds import (
+    LAYERS,
+    LENGTHS,
+    PATIENT,
+    TOKENS_MAX,
+    ByConnector,
+    ByTier,
+    Told,
+    leases,
+    pinned,
+    until,
+)
 
 STEPS = 500
 REQUESTS_MAX = 60
@@ -244,6 +255,46 @@ def test_what_vllm_keeps_through_a_reset_of_the_connector_is_not_saved(model: Pa
             engine.add(tokens, "", 0, count=1)
             engine.finish()  # and looks at each block, of each rank
             assert engine.restored() == found
+        assert not engine.bugs()
+    finally:
+        engine.close()
+
+
+def test_the_tier_saves_nothing_of_what_vllm_keeps_through_a_reset(model: Path, daemon: Daemon) -> None:
+    """Nor what follows it: until vLLM's own cache was emptied, also while requests wait to be computed again."""
+    engine = ByTier(model, daemon.run_dir, random.Random(0), {**PATIENT, "salt": "kept, tier"})
+    tokens = prompt(982, 200)
+    tally = engine.tier.tally.total
+
+    def run() -> None:
+        engine.finish()
+        until(engine.is_idle)
+
+    def begin(name: str, number: int, count: int) -> None:
+        engine.add(prompt(number, 200), "", 0, count=count)
+        running = engine.told[name].request
+        until(lambda: running.num_output_tokens > 0 or engine.step() is not None)
+
+    try:
+        begin("r1", 982, 40)
+        assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+        before = tally["blocks_saved"]
+        engine.add(tokens + prompt(983, 70), "", 0, count=1)
+        run()
+        engine.add(prompt(984, 200), "", 0, count=1)
+        run()
+        assert tally["blocks_saved"] == before and tally["blocks_dropped"] > 0
+
+        begin("r4", 985, 40)
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        engine.add(tokens, "", 0, count=1)
+        run()
+        assert tally["blocks_saved"] == before + len(tokens) // BLOCK, "of what it computes from now on"
+        engine.scheduler.reset_prefix_cache()
+        engine.manager.primary_tier.reset_cache()
+        engine.add(tokens, "", 0, count=1)
+        run()  # and looks at each block
+        assert engine.restored() == len(tokens) // BLOCK
         assert not engine.bugs()
     finally:
         engine.close()

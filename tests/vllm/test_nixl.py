@@ -16,7 +16,7 @@ from .conftest import BLOCK, Daemon, Engine, prompt, transfer_config, whole_bloc
 
 Same = Callable[..., None]
 Launch = Callable[..., Engine]
-PATIENT = {"lookup_ms": 10_000, "load_ms": 10_000}
+PATIENT = {"lookup_ms": 10_000, "load_ms": 10_000, "save_ms": 20_000}
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="there is no nixl here: pip install nixl"

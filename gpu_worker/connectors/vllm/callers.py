@@ -37,6 +37,13 @@ def range_asked() -> Range | None:
     return None if capped or not isinstance(begin, int) or not isinstance(end, int) else Range(begin, end)
 
 
+def own_cache_was_emptied() -> bool | None:
+    """By the reset that is under way: vLLM empties its own cache first, unless requests hold blocks of it. None if
+    nobody among the callers knows."""
+    emptied = _held_by_a_caller("reset_successful").get("reset_successful")
+    return emptied if isinstance(emptied, bool) else None
+
+
 def asked(
     groups: Sequence[Group], places: Mapping[bytes, tuple[int, int]], asks: Range
 ) -> dict[bytes, tuple[int, int]]:

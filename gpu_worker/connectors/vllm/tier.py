@@ -60,7 +60,12 @@ from kvstore.gpu_worker.connectors.offload import (
     Verdict,
     needed,
 )
-from kvstore.gpu_worker.connectors.vllm.callers import asked, range_asked, tokens_of_step
+from kvstore.gpu_worker.connectors.vllm.callers import (
+    asked,
+    own_cache_was_emptied,
+    range_asked,
+    tokens_of_step,
+)
 from kvstore.gpu_worker.connectors.vllm.groups import groups_of
 from kvstore.gpu_worker.connectors.vllm.harmless import complain, harmless
 from kvstore.gpu_worker.connectors.vllm.hint_desk import HintDesk, session_of
@@ -193,7 +198,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._poll_at = 0.0
         self._uncalled = 0
         self._mixed = False
-        """vLLM's own memory has rows, or requests run, from before the last change of the weights: nothing is saved."""
+        """vLLM's own memory has rows, or requests run, from before the last change of the weights, or the last reset:
+        nothing is saved."""
         self._used = False
         """Whether there were requests since vLLM's own memory was emptied."""
         self._base: NamespaceSpec | None = None
@@ -644,22 +650,31 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
         At the latest after `drain_ms`, and the time of one copy, nothing touches vLLM's rows any more.
         """
+        emptied = own_cache_was_emptied()
         self._drain(time.monotonic() + self._settings.drain_ms / 1000)
-        self._begin_epoch()
+        self._begin_epoch(emptied=not self._requests if emptied is None else emptied)
 
     def _drain(self, until: float) -> None:
         saves = self._saver.transfers.drain(until - time.monotonic())
         self._take(saves, self._loader.transfers.drain(until - time.monotonic()))
 
-    def _begin_epoch(self) -> None:
+    def _begin_epoch(self, *, emptied: bool) -> None:
+        """`emptied`: vLLM's own cache. While requests run vLLM keeps it, gives it to new requests, and saves to its
+        host memory once more what those that run have computed before."""
         self._resets += 1
         self.tally.add(resets=1)
         if self._base is not None:
             self._use(self._base)
-        # vLLM's own memory is empty now. What requests that run have computed is `_stale`.
-        self._mixed, self._used = False, bool(self._requests)
-        if not self._requests:
-            self._foreign = set()  # else vLLM's cache has kept what they use
+        if emptied:
+            self._mixed, self._used = False, bool(self._requests)
+            self._foreign = set()
+        else:
+            self._used = self._used or bool(self._requests)
+            self._mixed = self._used
+        if self._mixed:
+            log.info(
+                "vLLM's cache was not emptied, as requests run: nothing is saved before a reset that empties it"
+            )
         self._leave_the_past()
 
     def _leave_the_past(self) -> None:
