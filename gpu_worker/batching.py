@@ -198,6 +198,8 @@ class BatchEngine:
         self._epoch, self._salt = weights_epoch, salt
         self._identity = Identity(model, counters=self.counters)
         self._verdict = self._identity.check()
+        self._examined = self.counters["identity_examinations"]
+        """How often it had been, when the forward call was last told what the model is."""
         self._refusal = self._refuse(self._verdict)
         choice = ComputeOrLoad() if compute_or_load else None
         device = device or device_for_steps(model.device)
@@ -209,6 +211,7 @@ class BatchEngine:
             tokens_max=self.tokens_max,
             share=share,
             device=device,
+            explained=self._verdict.explained,
         )
         if device is not None and not device.in_host_memory:
             prove_kernels(device, model.device, self._forward.shape, self._vocabulary, verdicts=verdicts)
@@ -728,6 +731,12 @@ class BatchEngine:
                 return {}
             finally:
                 self._store.step_ends()
+        if self._device is not None and not self._device.in_host_memory:
+            # So far it was only asked for. Of a step that decodes it costs more to wait than there is to learn; and
+            # where loads come in between, the device waits for them, nobody knows for how long.
+            if loads or self._store is None or max(pieces.values()) == 1:
+                return logits
+            self._forward.wait()
         waited_s = sum(load.waited_s for load in loads)
         self._scheduler.computing.observe(tokens, max(0.0, time.perf_counter() - begun - waited_s))
         return logits
@@ -769,9 +778,15 @@ class BatchEngine:
         if self._store is not None:
             self._store.saver.follow(self._identity)
         if verdict == self._verdict:
+            if self.counters["identity_examinations"] != self._examined:  # the same, but elsewhere in memory
+                self._renew_forward()
             return False
         self._follow(verdict)
         return True
+
+    def _renew_forward(self) -> None:
+        self._examined = self.counters["identity_examinations"]
+        self._forward.renew(explained=self._verdict.explained)
 
     def _finish(self, *requests: Request) -> None:
         """They get no more tokens: what is left of their KV is kept, if it is what the model computes now."""
@@ -864,7 +879,7 @@ class BatchEngine:
         self._verdict = verdict
         self._refusal = self._refuse(verdict)
         self._scheduler.restart(share=self._share and not self._refusal)
-        self._forward.renew()
+        self._renew_forward()
         if self._store is not None:
             self._store.use(self._spec())
 

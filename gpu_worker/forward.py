@@ -45,10 +45,12 @@ class Forward:
         tokens_max: int,
         share: bool,
         device: Device | None = None,
+        explained: bool = True,
     ) -> None:
         """`device`: captures steps that only decode, if it can; gets plans of what decodes from registered memory, if
-        its own is not the host's."""
+        its own is not the host's. `explained`: see `renew`."""
         self.model = model.eval()
+        self._explained = explained
         uploads = Uploads(device) if device is not None and not device.in_host_memory else None
         self.graphs = (
             DecodeGraphs(device, model.device, sequences_max=sequences_max, upload=uploads)
@@ -113,8 +115,11 @@ class Forward:
             interleaved=self._positions is not None and self._positions.interleaved,
         )
 
-    def renew(self) -> None:
-        """The model computes otherwise: some of its layers may be others."""
+    def renew(self, *, explained: bool) -> None:
+        """The model computes otherwise, or some of its tensors or layers are others. `explained`: all that it computes
+        with is known (`identity.Verdict`). Of one that is not, nothing is captured: a replay runs no Python, and a hook
+        may compute something else each time."""
+        self._explained = explained
         if self.graphs is not None:
             self.graphs.forget()
         self._linear = turnable(self.model)
@@ -159,7 +164,7 @@ class Forward:
             lines[request.row] = line
         plan = self._decode_plan(decoding)
         alike = plan is not None and plan.stretches is None and not prefilling and not every
-        if self.graphs is not None and plan is not None and alike:
+        if self.graphs is not None and self._explained and plan is not None and alike:
             rows = [request.row for request in decoding]
             logits = self._replayed(plan, (ids, positions, chunks, places, rows), lines, watch)
             return {request: logits[line].float() for request, line in last.items()}
@@ -187,6 +192,11 @@ class Forward:
             (request,) = pieces
             return {request: logits.float()}
         return dict(zip(last, logits.float(), strict=True))
+
+    def wait(self) -> None:
+        """Until what was asked of a GPU is computed."""
+        if self.model.device.type == "cuda":
+            torch.cuda.current_stream(self.model.device).synchronize()
 
     def _replayed(
         self, plan: Plan, columns: Sequence[Sequence[int]], lines: Sequence[int], watch: Layers | None
@@ -222,11 +232,8 @@ class Forward:
 
         for layer in layers if watch is not None else ():
             watch.begin(layer)  # type: ignore[union-attr]
-        addresses = *self._pool.layers, *self.model.parameters(), *self.model.buffers()
         with torch.inference_mode(), paged(self.model), turned(self._linear):
-            logits = self.graphs.run(
-                plan.capacity, columns, lines, compute, tuple(tensor.data_ptr() for tensor in addresses)
-            )
+            logits = self.graphs.run(plan.capacity, columns, lines, compute)
         for layer in layers if watch is not None else ():
             watch.end(layer)  # type: ignore[union-attr]
         return logits

@@ -5,8 +5,10 @@ memory. A graph has baked in what it was captured with: addresses, shapes, how m
 changes lies in memory of its own (`Inputs`, and the arrays of the forest's plan), which is written before each replay:
 
     graph for          number of sequences, capacity of the plan (`kernels.forest.Capacity`)
-    not captured       steps with pieces of prompts, and with sequences that see stretches: their plans have new arrays
-    captured anew      once a parameter or a layer of the pool lies elsewhere in memory, or the model computes otherwise
+    not captured       steps with pieces of prompts, and with sequences that see stretches: their plans have new arrays;
+                       models that cannot be explained, whose hooks no replay would run
+    captured anew      once the model was examined again (`identity.py`, before each step): it computes otherwise, or a
+                       tensor of it lies elsewhere in memory
 
 A device says whether it can (`Device.captures`): on a CPU there is nothing to be gained.
 """
@@ -61,7 +63,6 @@ class DecodeGraphs:
         self._sequences_max = sequences_max
         self._captured: OrderedDict[tuple[int, Capacity], _Captured] = OrderedDict()
         self._runs: Counter[tuple[int, Capacity]] = Counter()
-        self._addresses: tuple[int, ...] = ()
         self.counters: Counter[str] = Counter()
         """captured, replayed, eager, dropped, refused."""
         self._refused = False
@@ -71,7 +72,7 @@ class DecodeGraphs:
         return f"DecodeGraphs({len(self._captured)} captured)"
 
     def forget(self) -> None:
-        """The model computes otherwise."""
+        """The model computes otherwise, or a tensor of it lies elsewhere."""
         self.counters["dropped"] += len(self._captured)
         self._refused = False
         self._captured.clear()
@@ -83,13 +84,9 @@ class DecodeGraphs:
         columns: Sequence[Sequence[int]],
         lines: Sequence[int],
         compute: Callable[[Inputs], torch.Tensor],
-        addresses: tuple[int, ...],
     ) -> torch.Tensor:
         """The logits [sequences, vocabulary]. `columns`: as `COLUMNS`. `compute` is what is captured: all that it reads
-        beside its argument must stay where it is; `addresses` tells whether it did."""
-        if addresses != self._addresses:
-            self.forget()
-            self._addresses = addresses
+        beside its argument stays where it is until `forget` is called."""
         key = len(columns[0]), capacity
         known = self._captured.get(key)
         if known is None:

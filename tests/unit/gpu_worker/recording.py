@@ -48,7 +48,7 @@ class Recording(BatchEngine):
             self._logits = {request.number: found.clone() for request, found in logits.items()}
             return logits
 
-        record.renew = forward.renew  # type: ignore[attr-defined]
+        record.renew, record.wait = forward.renew, forward.wait  # type: ignore[attr-defined]
         self._forward = record
         self._logits: dict[int, torch.Tensor] = {}
         """Of the last call. A load may still fail behind it: then nothing follows from them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,45 @@ def test_weights_that_lie_elsewhere_are_read_there(model: LlamaForCausalLM, engi
     assert replaying.turn("", text(30), 12).tokens == wanted
 
 
+def test_a_layer_in_the_place_of_another_is_computed(model: LlamaForCausalLM, engines: Make) -> None:
+    """It has the same numbers, so nothing is computed again; the one before has none any more."""
+    _, replaying = pair(engines, model)
+    wanted = replaying.turn("", text(30), 12).tokens
+    before = model.model.layers[1].mlp
+    model.model.layers[1].mlp = copy.deepcopy(before)
+    for parameter in before.parameters():
+        parameter.data.fill_(float("nan"))
+    assert replaying.turn("", text(30), 12).tokens == wanted
+
+
+def test_what_a_hook_does_in_python_is_done_in_each_step(model: LlamaForCausalLM, engines: Make) -> None:
+    """A replay runs no Python: of a model with hooks that nobody knows nothing is captured."""
+    eager, replaying = pair(engines, model)
+    replaying.turn("", text(30), 12)
+    captured = replaying._forward.graphs.counters["captured"]  # type: ignore[union-attr]
+    calls: list[float] = []
+
+    def steer(module: object, args: object, out: torch.Tensor) -> torch.Tensor:
+        calls.append(1.0)
+        return out * (1 + len(calls) % 7)
+
+    found = []
+    hook = model.model.layers[0].mlp.register_forward_hook(steer)
+    for engine in (eager, replaying):
+        calls.clear()
+        found.append(engine.turn("", text(30), 24).tokens)
+        assert len(calls) == 24 and engine.refusal
+    assert found[0] == found[1]
+    counters = replaying._forward.graphs.counters  # type: ignore[union-attr]
+    assert counters["captured"] == captured > 0
+    _, from_the_start = pair(engines, model)
+    calls.clear()
+    assert from_the_start.turn("", text(30), 24).tokens == found[0] and len(calls) == 24
+    hook.remove()
+    replaying.turn("", text(30), 12)
+    assert counters["captured"] > captured
+
+
 def test_a_model_that_cannot_be_captured_is_computed_as_before(
     model: LlamaForCausalLM, engines: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,7 +158,7 @@ def test_a_model_that_cannot_be_captured_is_computed_as_before(
         and "not permitted" in caplog.text
     )
     replaying.reset()
-    replaying._forward.renew()  # by then it may be another
+    replaying._forward.renew(explained=True)  # by then it may be another
     replaying.turn("", text(30), 12)
     assert len(asked) == 2
 

@@ -165,6 +165,32 @@ def test_it_joins_others_where_the_step_takes_longer_than_the_rest(
     assert one.counters["restored_tokens"] == 3 * T and one.counters["loads_overlapped"] == 1
 
 
+def test_what_a_step_takes_on_a_gpu_is_known_once_it_is_over(
+    engine: MakeEngine, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call has only asked for it. Steps that decode are not waited for, and those that loads come into take as long
+    as these."""
+    prompt = [*text(3 * T), 7]
+    warm(engine, prompt)
+    one = engine()
+    apart = one._device is not None
+    log: list[str] = []
+    monkeypatch.setattr(one._forward, "wait", lambda: log.append("waits"))
+    monkeypatch.setattr(
+        one._scheduler.computing, "observe", lambda tokens, seconds: log.append(f"{tokens} tokens")
+    )
+    one.add(text(6, seed=9), 3)
+    finish(one)
+    assert log == (["waits", "6 tokens"] if apart else ["6 tokens", "1 tokens", "1 tokens"])
+    log.clear()
+    go = threading.Event()
+    store.on_copy = lambda number: number == 0 or go.wait(BOUND_S)
+    attention(one, lambda layer: go.set())
+    one.add([*prompt, *text(4, seed=8)], 1)
+    finish(one)
+    assert one.counters["loads_overlapped"] == 1 and log == ([] if apart else ["5 tokens"])
+
+
 def _takes(seconds: float) -> Any:
     class Computing:
         def seconds(self, tokens: float) -> float:
