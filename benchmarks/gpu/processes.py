@@ -81,8 +81,8 @@ def rows_of(work: Work, command: Callable[[Work], Sequence[str]], *, hangs_s: fl
                 else:
                     done = True
         finally:
-            hung = process.poll() is None and not done
-            if not done:
+            hung = process.poll() is None
+            if hung or not done:  # also one that has done all, and hangs at its end
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # daemons that it started, too
             process.wait()
@@ -116,7 +116,8 @@ def _messages(process: subprocess.Popen[str], hangs_s: float) -> Iterator[dict[s
         except queue.Empty:
             return
         if line is None:
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(hangs_s)
             return
         if not line.startswith(MARK):
             sys.stdout.write(line)

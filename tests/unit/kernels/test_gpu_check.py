@@ -119,15 +119,22 @@ for number in range(6):
     say(speeds={{"copy": number}})
     say(row={{"section": "s", "what": str(number), "speeds": work["speeds"]}})
 say(done=True)
+{after}
 """
 
 
 def told(
-    program: ModuleType, at_two: str, *, before: str = "", count: int = 1, hangs_s: float = 100.0
+    program: ModuleType,
+    at_two: str,
+    *,
+    before: str = "",
+    after: str = "",
+    count: int = 1,
+    hangs_s: float = 100.0,
 ) -> list[dict]:
     processes = importlib.import_module("gpu.processes")
     works = [program.Work(("s",), part=(n, count)) for n in range(count)]
-    text = STEPS.format(at_two=at_two, before=before)
+    text = STEPS.format(at_two=at_two, before=before, after=after)
     return list(
         processes.rows_of_all(works, lambda work: [sys.executable, "-c", text, work.told()], hangs_s=hangs_s)
     )
@@ -163,6 +170,14 @@ def test_a_process_that_lost_the_card_leaves_its_steps_to_the_next_one(program: 
 def test_a_process_that_does_not_begin_is_told_once(program: ModuleType) -> None:
     (row,) = told(program, "pass", before="sys.exit(1)")
     assert row == {"section": "s", "what": "its process", "error": "ended with 1"}
+
+
+@pytest.mark.parametrize("end", ["time.sleep(600)", "os.close(1); time.sleep(600)"])
+def test_a_process_that_hangs_at_its_end_keeps_nobody(program: ModuleType, end: str) -> None:
+    """As one does that waits for a card which answers no more."""
+    rows = told(program, "pass", after=end, hangs_s=15.0)
+    assert [row["what"] for row in rows] == [str(number) for number in range(6)]
+    assert not [row for row in rows if "error" in row]
 
 
 def test_steps_are_shared_out_among_processes(program: ModuleType) -> None:
