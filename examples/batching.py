@@ -13,14 +13,17 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to the others
 sys.path.insert(0, str(Path(__file__).parent))  # the examples lie beside one another, in no package
 
-from conversations import FERRY, SYSTEM
-from models import prepare
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
+from kvstore.startup import loading
 
-from kvstore.client import connect
-from kvstore.gpu_worker.batching import BatchEngine
-from kvstore.gpu_worker.sampling import Sampling
+with loading("this example", extra="worker"):
+    from conversations import FERRY, SYSTEM
+    from models import prepare
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from kvstore.client import connect
+    from kvstore.gpu_worker.batching import BatchEngine
+    from kvstore.gpu_worker.sampling import Sampling
 
 QUESTIONS = ("What is the ship called?", "When is the first sailing on Saturdays?", "What does a dog pay?")
 

@@ -23,15 +23,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # the examples lie beside one another, in no package
 
-import lookahead
-from conversations import CONVERSATIONS, SYSTEM
-from models import DemoModel, prepare
-from processes import CACHE, Daemon, Figures, Worker, worker_process
+from kvstore.startup import loading
 
-from kvstore.config import load, parse_setting
-from kvstore.errors import ConfigError
-from kvstore.scheduler.hints import HintedQueue
-from kvstore.scheduler.job_queue import Job, JobQueue
+with loading("the demo", extra="worker"):
+    import lookahead
+    from conversations import CONVERSATIONS, SYSTEM
+    from models import DemoModel, prepare
+    from processes import CACHE, Daemon, Figures, Worker, worker_process
+
+    from kvstore.config import load, parse_setting
+    from kvstore.errors import ConfigError
+    from kvstore.scheduler.hints import HintedQueue
+    from kvstore.scheduler.job_queue import Job, JobQueue
 
 GAP_MAX = 1e-3
 """Two orders of summing the same numbers may swap two tokens whose logits are closer than this. Nothing else may."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
 from kvstore.gpu_worker.options import keys_of, parser, text_in
+from kvstore.startup import end_at_interrupt, loading
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to loading and saving
 
@@ -29,15 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         template = text_in("--chat-template", options.chat_template) if options.chat_template else ""
     except ValueError as error:
         named.error(str(error))
-    # Until it catches signals itself there is nothing to lose: Ctrl-C ends it at once, and without a traceback.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
+    end_at_interrupt()  # until it serves, and catches signals
+    with loading("the worker", extra="worker"):
         from kvstore.gpu_worker.serve.process import Unfit, serve
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").partition(".")[0] == "kvstore":
-            raise
-        raise SystemExit(f"the worker needs {missing.name}: pip install 'attnstore[worker]'") from None
     logging.basicConfig(level=options.log_level.upper(), stream=sys.stderr, format="worker: %(message)s")
     try:
         serve(options, keys=keys, template=template)

@@ -25,19 +25,22 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from kvstore import __version__
-from kvstore.config import (
-    CONFIG_VARIABLE,
-    ENVIRONMENT_PREFIX,
-    QUOTAS,
-    StoreConfig,
-    did_you_mean,
-    is_size,
-    load,
-    parse_setting,
-)
-from kvstore.errors import ConfigError, StoreError, Unavailable
-from kvstore.server import logs
+from kvstore.startup import end_at_interrupt, loading
+
+with loading("kvstored", extra="daemon"):
+    from kvstore import __version__
+    from kvstore.config import (
+        CONFIG_VARIABLE,
+        ENVIRONMENT_PREFIX,
+        QUOTAS,
+        StoreConfig,
+        did_you_mean,
+        is_size,
+        load,
+        parse_setting,
+    )
+    from kvstore.errors import ConfigError, StoreError, Unavailable
+    from kvstore.server import logs
 
 if TYPE_CHECKING:  # loaded only when a daemon starts
     from kvstore.core.store import Store
@@ -205,9 +208,7 @@ def main(
 
         logs.set_level(config.log_level)
         os.umask(0o077)
-        # Until the daemon catches signals there is nothing to lose: Ctrl-C ends it at once, and without a traceback.
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        end_at_interrupt()  # until the daemon catches signals
         owned = Daemon(config, disk, at_end)
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             logs.leave(runner.run(owned.run()))

@@ -116,13 +116,14 @@ def allowed(package: str, name: str) -> bool:
         case "kvstore":
             return not within(name, *SIDES, *HEAVY)
         case "kvstore.scheduler":
-            names = ("client", "types", "layout", "errors", "config", "option_types")
+            names = ("client", "types", "layout", "errors", "config", "option_types", "startup")
             return own or not ours or within(name, *(f"kvstore.{module}" for module in names))
         case "kvstore.gpu_worker" | "kvstore.gpu_worker.connectors":
             connectors = "kvstore.gpu_worker.connectors"
             if package != connectors and within(name, connectors, *ENGINES):
                 return False
-            names = ["client", "types", "layout", "keys", "errors", "option_types", "kernels", "promptcache"]
+            names = ["client", "types", "layout", "keys", "errors", "option_types", "startup", "kernels"]
+            names.append("promptcache")
             if package == connectors:
                 # What digests what computes, what decides whether to load, and devices: none knows an engine.
                 names += ["gpu_worker.identity", "gpu_worker.compute_or_load"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 from urllib.parse import urlsplit
 
 from kvstore.option_types import whole
+from kvstore.startup import end_at_interrupt, loading
 
 
 def _server(text: str) -> tuple[str, str]:
@@ -53,18 +53,12 @@ def main() -> None:
     nodes = tuple(node for _, node in options.server)
     if any(nodes) and not (all(nodes) and options.run_dir):
         parser.error("name the node of each --server, and a --run-dir of any of them")
-    # Until uvicorn catches signals there is nothing to lose: Ctrl-C ends it at once, and without a traceback.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Imported now, as that takes a second: --help and a wrong option are answered before.
-    try:
+    end_at_interrupt()  # until uvicorn catches signals
+    # Now, as that takes a second: --help and a wrong option are answered before.
+    with loading("the gateway", extra="gateway"):
         import uvicorn
 
         from kvstore.scheduler.gateway.app import Settings, create_app
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").partition(".")[0] == "kvstore":
-            raise
-        raise SystemExit(f"the gateway needs {missing.name}: pip install 'attnstore[gateway]'") from None
     logging.basicConfig(level=logging.INFO, format="gateway: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each question whether a server is well
     settings = Settings(
