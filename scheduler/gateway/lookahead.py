@@ -79,6 +79,8 @@ class LookAhead:
         self._client: AsyncClient | None = None
         self._waiting: dict[int, Waiting] = {}
         """By the numbers of tickets."""
+        self._unnamed = False
+        """Of some of them no hints could be made, as the daemon was not there or did not know the model."""
         self._told: dict[bytes, Hint] = {}
         """By job."""
         self._namespaces: tuple[NamespaceId, ...] = ()
@@ -143,6 +145,7 @@ class LookAhead:
             prompts = await client.prompts(model, waiting.tokens, timeout_s=TIMEOUT_S)
         except StoreError as error:
             self._complain(error)
+            self._unnamed = True
             return
         hints = [
             Hint(b"%d.%d" % (number, where), number, keys=tuple(keys[:KEYS_PER_REQUEST_MAX]), namespace=where)
@@ -154,9 +157,12 @@ class LookAhead:
             self._changed.set()
 
     async def _name_anew(self) -> None:
-        """The model has other namespaces."""
+        """The daemon is there again, or the model has other namespaces."""
+        self._unnamed = False
         for number, waiting in list(self._waiting.items()):
             await self._name(number, waiting)
+            if self._unnamed:
+                return
 
     def answered(self, ticket: Ticket) -> None:
         """Its session will come again, with all that it had now at its beginning."""
@@ -266,8 +272,9 @@ class LookAhead:
             try:
                 if self._client is None:
                     self._client = await connect_async(self._run_dir, timeout_s=TIMEOUT_S)
-                    for ticket in self._dispatcher.waiting:
-                        self._waits(ticket)
+                    self._unnamed = True
+                if self._unnamed:
+                    await self._name_anew()
                 await self._tell()
             except StoreError as error:
                 self.counters["failed"] += 1

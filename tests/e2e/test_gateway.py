@@ -418,6 +418,31 @@ def test_what_waits_is_told_in_each_namespace_of_its_model(
     eventually(lambda: queued(client) == 0)
 
 
+def test_what_came_while_the_daemon_was_away_is_told_once_it_is_back(
+    servers: list[OpenAi], gateway: Callable[..., str], start_daemon: Callable[..., Any], run_dir: Path
+) -> None:
+    settings = {**SMALL_SSD, "ssd_dir": run_dir.parent / "ssd"}
+    daemon = start_daemon(**settings)
+    with contextlib.closing(client_of(daemon)) as client:
+        client.open(SPEC)
+    url = gateway(run_dir=str(run_dir), model=SPEC.model)
+    for number in range(2):
+        Asking(url, {"prompt": [number]})
+    eventually(lambda: all(server.asked for server in servers))
+    waits = [Asking(url, {"prompt": token_ids(PROMPT)})]
+    eventually(lambda: figure(url, "attnstore_gateway_hints_told_total") == 1)
+    daemon.kill()
+    waits.append(Asking(url, {"prompt": token_ids(PROMPT)}))
+    eventually(lambda: figure(url, "attnstore_gateway_hints_unknown_total") == 1)
+    with contextlib.closing(client_of(start_daemon(**settings))) as client:
+        client.open(SPEC)
+        eventually(lambda: queued(client) == 2)
+        for server in servers:
+            server.go.set()
+        assert {each.result().status_code for each in waits} == {200}
+        eventually(lambda: queued(client) == 0)
+
+
 def test_a_prompt_with_a_cache_salt_is_not_told_by_other_keys(
     servers: list[OpenAi], gateway: Callable[..., str], space: Namespace, client: Client, run_dir: Path
 ) -> None:
