@@ -1,6 +1,6 @@
 """HTTP: the part of OpenAI's interface that is asked by prompt, answers passed through as they come.
 
-    POST /v1/completions, /v1/chat/completions   to a server, when it is its turn; 429 when too many wait
+    POST /v1/completions, /v1/chat/completions   to a server, when it is its turn; 429 when too much waits
     POST /v1/kv/presence                         {"session_id" or "prompt" or "messages", "eta_s", "ttl_s"}: who will
                                                  ask soon, because somebody types or a tool runs
     GET  /v1/models, /health, /metrics

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+WAITING_BYTES_MAX = 1 << 30
+"""Of the bodies of all requests that wait."""
 SESSIONS_MAX = 16_384
 """Of so many sessions it is remembered which server had them last."""
 BEHIND_ONE_MS = 20.0
@@ -128,13 +130,9 @@ class Ticket:
     """By node: milliseconds until its DRAM has what any node's has of the prompt. Of a node that is missing nothing is
     known."""
 
-    @property
-    def name(self) -> bytes:
-        return b"%d" % self.number
-
 
 class Full(Exception):
-    """Too many wait."""
+    """Too many wait, or too much."""
 
 
 class Silent(Exception):
@@ -168,7 +166,8 @@ class Dispatcher:
 
     def enter(self, asked: Asked, session: str, costs: Mapping[str, float] | None = None) -> Ticket:
         """A request; its turn may have come already. Its turn raises Silent. Raises Full."""
-        if len(self._waiting) >= self._waiting_max:
+        waiting_bytes = sum(len(each.asked.data) for each in self._waiting)
+        if len(self._waiting) >= self._waiting_max or waiting_bytes + len(asked.data) > WAITING_BYTES_MAX:
             raise Full
         turn: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
         ticket = Ticket(next(self._numbers), asked, session, turn, costs=costs or {})

@@ -319,6 +319,23 @@ def test_too_many_are_refused(servers: list[OpenAi], gateway: Callable[..., str]
     assert {each.result().status_code for each in asking} == {200}
 
 
+def test_too_much_is_refused(
+    servers: list[OpenAi], gateway: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "WAITING_BYTES_MAX", 1_000)
+    url = gateway()
+    asking = [Asking(url, {"prompt": "x" * 900}) for _ in range(2)]
+    eventually(lambda: all(server.asked for server in servers))
+    asking.append(Asking(url, {"prompt": "x" * 900}))
+    eventually(lambda: figure(url, "attnstore_gateway_waiting") == 1)
+    assert httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 100}).status_code == 429
+    asking.append(Asking(url, {"prompt": "x"}))
+    eventually(lambda: figure(url, "attnstore_gateway_waiting") == 2)
+    for server in servers:
+        server.go.set()
+    assert {each.result().status_code for each in asking} == {200}
+
+
 # -------------------------------------------------------------------------------------------------- the daemon is told
 
 
