@@ -125,7 +125,6 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_api_route("/v1/models", gateway.models, methods=["GET"], response_model=None)
     app.add_api_route("/health", gateway.health, methods=["GET", "HEAD"], response_model=None)
     app.add_api_route("/metrics", gateway.metrics, methods=["GET"], response_model=None)
-    app.state.gateway = gateway
     return app
 
 
@@ -218,7 +217,6 @@ class Gateway:
             else:
                 if is_error:  # of all that were asked, so it is the request's own
                     ticket.erred.clear()
-                self.dispatcher.begins(ticket)
                 return answer
 
     def is_late(self, server: Server) -> None:

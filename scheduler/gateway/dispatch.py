@@ -119,9 +119,7 @@ class Ticket:
     server: Server | None = None
     """The one of whose slots it has one."""
     lost: asyncio.Future[None] | None = None
-    """Done when that server has gone silent before it began to answer, and another one is there."""
-    begun: bool = False
-    """Its server's answer has."""
+    """Done when that server has gone silent, and another one is there. Nobody looks once it has begun to answer."""
     tried: set[str] = field(default_factory=set)
     """Servers that could not be reached for it, or did not take it."""
     erred: list[Server] = field(default_factory=list)
@@ -209,10 +207,6 @@ class Dispatcher:
         """A piece of an answer came from it."""
         server.heard_at = asyncio.get_running_loop().time()
 
-    def begins(self, ticket: Ticket) -> None:
-        """Its server's answer comes: the request stays there."""
-        ticket.begun = True
-
     def errs(self, ticket: Ticket) -> None:
         """Its server answered with an error, which may be the request's own: it is the next to have a turn
         elsewhere."""
@@ -239,7 +233,7 @@ class Dispatcher:
             if server.left_out is Failure.SILENT:
                 for ticket in server.tickets:
                     assert ticket.lost is not None, ticket
-                    if not ticket.begun and not ticket.lost.done() and self.others(ticket, up=True):
+                    if not ticket.lost.done() and self.others(ticket, up=True):
                         ticket.lost.set_result(None)
 
     def others(self, ticket: Ticket, *, up: bool = False) -> bool:

@@ -27,7 +27,8 @@ class Health:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         # Of its own: a request on a kept connection that closes is sent again, on a new one it is not.
-        self._http = httpx.AsyncClient(timeout=ANSWER_S)
+        # A transport of its own takes no proxy from the environment: requests go to servers without one, too.
+        self._http = httpx.AsyncClient(timeout=ANSWER_S, transport=httpx.AsyncHTTPTransport())
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:

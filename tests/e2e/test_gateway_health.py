@@ -3,6 +3,8 @@ one request brings about is not held against all of them."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -116,6 +118,15 @@ def test_while_all_are_silent_nobody_is_kept_waiting_for_one(
     eventually(lambda: ask(url).status_code == 200)
 
 
+def test_a_silent_server_is_not_asked_though_no_other_one_answers(before: Callable[..., str]) -> None:
+    silent, away = Peer(lambda *_: said(b"of a silent one")), Peer(lambda *_: b"")
+    away.close()
+    silent.well.clear()
+    url = before(silent, away)
+    eventually(lambda: left_out(url) == {silent.url: "silent", away.url: "unreachable"})
+    assert ask(url).status_code == 502
+
+
 def chunked(*parts: bytes) -> bytes:
     return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
 
@@ -146,8 +157,11 @@ def test_a_stream_is_not_cut_for_its_servers_silence(before: Callable[..., str])
     eventually(lambda: left_out(url) == {})
 
 
-def test_a_server_that_streams_is_not_silent(before: Callable[..., str]) -> None:
+def test_a_server_that_streams_is_not_silent(
+    before: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However long its loop takes to say that it is well."""
+    monkeypatch.setattr(health, "ANSWER_S", 1.0)
     end = threading.Event()
 
     def streams(number: int, headers: Mapping[bytes, bytes]) -> Iterator[bytes]:
@@ -162,9 +176,10 @@ def test_a_server_that_streams_is_not_silent(before: Callable[..., str]) -> None
         pieces = answer.iter_raw()
         next(pieces)
         peer.well.clear()
-        for _ in range(30):
+        enough = peer.asked_for_health + health.SILENCES_MAX + 2
+        while peer.asked_for_health < enough:
             next(pieces)
-        assert left_out(url) == {}
+        assert times(url, peer.url, "silent") == 0
         end.set()
         list(pieces)
 
@@ -212,7 +227,8 @@ def test_a_request_that_fails_everywhere_leaves_out_nobody(before: Callable[...,
 
 def test_one_server_alone_is_asked_on_whatever_it_answers(before: Callable[..., str]) -> None:
     url = before(lambda *_: said(b"no", status=b"500 E"))
-    assert [ask(url).status_code for _ in range(2 * dispatch.ERRORS_MAX)] == [500] * 2 * dispatch.ERRORS_MAX
+    answers = [ask(url) for _ in range(2 * dispatch.ERRORS_MAX)]
+    assert {(answer.status_code, answer.text) for answer in answers} == {(500, "no")}
     assert left_out(url) == {}
 
 
@@ -246,7 +262,7 @@ def test_a_server_that_is_well_again_gets_its_requests_one_by_one(before: Callab
         return said(b"at last")
 
     peer = Peer(silent)
-    url = before(peer, silent_s=1.0)
+    url = before(peer, silent_s=3.0)
     assert ask(url).status_code == 504
     eventually(lambda: left_out(url) == {})
     asking = [Asking(url, {"prompt": "x"}) for _ in range(3)]
@@ -256,12 +272,29 @@ def test_a_server_that_is_well_again_gets_its_requests_one_by_one(before: Callab
     assert {each.result().text for each in asking} == {"at last"}
 
 
-def test_models_are_those_of_a_server_that_answers(
-    process: tuple[str, int], servers: list[OpenAi], gateway: Callable[..., str]
-) -> None:
-    here, pid = process
-    url = gateway(servers=(here, servers[1].listener.url))
-    os.kill(pid, signal.SIGSTOP)
-    eventually(lambda: left_out(url) == {here: "silent"})
-    assert httpx.get(f"{url}/v1/models", timeout=BOUND_S).json()["data"][0]["id"] == "tiny"
-    os.kill(pid, signal.SIGCONT)
+def test_a_proxy_of_the_environment_is_not_asked_for_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests do not go through it."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "")
+
+    async def asked() -> dispatch.Failure | None:
+        with contextlib.closing(Peer(lambda *_: said(b"fine"))) as peer:
+            server = dispatch.Server(peer.url, slots=1)
+            return await health.Health(dispatch.Dispatcher([server], waiting_max=1))._ask(server)
+
+    assert asyncio.run(asked()) is None
+
+
+def test_models_are_those_of_a_server_that_is_up(before: Callable[..., str]) -> None:
+    peer = Peer(lambda *_: said(b"of one that is left out"))
+    url = before(peer, lambda *_: said(b"of one that is up"))
+    peer.well.clear()
+    eventually(lambda: left_out(url) == {peer.url: "silent"})
+    assert httpx.get(f"{url}/v1/models", timeout=BOUND_S).text == "of one that is up"
+
+
+def test_models_are_those_of_a_server_that_answers(before: Callable[..., str]) -> None:
+    url = before(lambda *_: b"", lambda *_: said(b"fine"))
+    assert httpx.get(f"{url}/v1/models", timeout=BOUND_S).text == "fine"
+    answer = httpx.get(f"{before(lambda *_: b'')}/v1/models", timeout=BOUND_S)
+    assert answer.status_code == 502 and "no server" in answer.json()["error"]["message"]

@@ -43,6 +43,7 @@ class Peer:
         self._answer = answer
         self.well = threading.Event()
         self.well.set()
+        self.asked_for_health = 0
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -64,11 +65,12 @@ class Peer:
             number = 0
             while answer and (lines := list(iter(lambda: stream.readline().strip(), b""))):
                 if lines[0].startswith(b"GET /health "):
+                    self.asked_for_health += 1
                     self.well.wait(BOUND_S)
                     connection.sendall(said(b"well"))
                     continue
                 headers = dict(line.lower().split(b": ", 1) for line in lines[1:])
-                stream.read(int(headers[b"content-length"]))
+                stream.read(int(headers.get(b"content-length", 0)))
                 answer, number = self._answer(number, headers), number + 1
                 for part in [answer] if isinstance(answer, bytes) else answer:
                     connection.sendall(part)
