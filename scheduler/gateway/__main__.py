@@ -14,8 +14,11 @@ def _server(text: str) -> tuple[str, str]:
     url, _, node = text.partition("=")
     try:
         parts = urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # such a port cannot be
+        host = (parts.hostname or "").encode("idna")
+        is_address = (
+            parts.scheme in ("http", "https") and bool(host) and parts.port != 0 and url.isprintable()
+        )
+    except ValueError:  # such a port, or such a host, cannot be
         is_address = False
     if not is_address:
         raise argparse.ArgumentTypeError(f"{url} is no address of a server (as http://127.0.0.1:8000)")
@@ -53,12 +56,11 @@ def main() -> None:
     nodes = tuple(node for _, node in options.server)
     if any(nodes) and not (all(nodes) and options.run_dir):
         parser.error("name the node of each --server, and a --run-dir of any of them")
-    end_at_interrupt()  # until uvicorn catches signals
+    end_at_interrupt()  # until it serves, and catches signals
     # Now, as that takes a second: --help and a wrong option are answered before.
     with loading("the gateway", extra="gateway"):
-        import uvicorn
-
-        from kvstore.scheduler.gateway.app import Settings, create_app
+        from kvstore.scheduler.gateway.app import Settings
+        from kvstore.scheduler.gateway.process import serve
     logging.basicConfig(level=logging.INFO, format="gateway: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each question whether a server is well
     settings = Settings(
@@ -70,13 +72,7 @@ def main() -> None:
         silent_s=options.silent_s,
         nodes=nodes if any(nodes) else (),
     )
-    uvicorn.run(
-        create_app(settings),
-        host=options.host,
-        port=options.port,
-        log_level="warning",
-        timeout_graceful_shutdown=options.drain_s,
-    )
+    serve(settings, host=options.host, port=options.port, drain_s=options.drain_s)
 
 
 if __name__ == "__main__":

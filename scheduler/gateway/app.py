@@ -28,7 +28,8 @@ import httpx
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.types import Message, Receive, Scope, Send
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstore.scheduler.gateway.dispatch import Asked, Dispatcher, Failure, Full, Server, Silent, Ticket
 from kvstore.scheduler.gateway.health import Health
@@ -61,7 +62,7 @@ KEEP_ALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
 """A server's host that vanishes without a word keeps its requests, which may take minutes to answer, for a minute."""
-PASSED_ON = ("content-type", "content-encoding", "retry-after", "x-request-id")
+PASSED_ON = (b"content-type", b"content-encoding", b"retry-after", b"x-request-id")
 """Headers of answers that clients get,"""
 PASSED_DOWN = (b"authorization", b"content-type", b"x-request-id", b"traceparent", b"tracestate")
 """and of requests that servers get."""
@@ -117,6 +118,7 @@ def create_app(settings: Settings) -> FastAPI:
         await http.aclose()
 
     app = FastAPI(title="attnstore gateway", lifespan=lifespan, openapi_url=None)
+    app.add_middleware(_Ending)
     app.add_exception_handler(HTTPException, _refused)
     gateway = Gateway(http, dispatcher, ahead, silent_s=settings.silent_s, routes=bool(settings.nodes))
     for path in PATHS:
@@ -264,11 +266,15 @@ class Gateway:
         for server in sorted(self.dispatcher.servers, key=lambda server: not server.up):
             try:
                 answer = await self._http.get(
-                    f"{server.url}/v1/models", headers=_passed_down(request), timeout=CONNECT_S
+                    f"{server.url}/v1/models",
+                    headers=_passed(request.headers.raw, PASSED_DOWN),
+                    timeout=CONNECT_S,
                 )
             except httpx.HTTPError:
                 continue
-            return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
+            found = Response(answer.content, answer.status_code)
+            found.raw_headers += _passed(answer.headers.raw, (b"content-type",))  # httpx has unpacked it
+            return found
         return _error(502, "no server could be reached")
 
     async def health(self) -> Response:
@@ -285,8 +291,8 @@ class _Relay(StreamingResponse):
     """A server's answer, passed through as it comes. Whatever ends it frees the server's slot."""
 
     def __init__(self, gateway: Gateway, ticket: Ticket, answer: httpx.Response) -> None:
-        headers = {name: answer.headers[name] for name in PASSED_ON if name in answer.headers}
-        super().__init__(self._pieces(), answer.status_code, headers)
+        super().__init__(self._pieces(), answer.status_code)
+        self.raw_headers = _passed(answer.headers.raw, PASSED_ON)
         self._gateway = gateway
         self._ticket = ticket
         self._answer = answer
@@ -331,6 +337,31 @@ class _Relay(StreamingResponse):
             dispatcher.answered(self._ticket)
         if ahead is not None and self._answer.status_code == 200:
             ahead.answered(self._ticket)
+
+
+class _Ending:
+    """What becomes of requests that still run when the time to end them is over, and uvicorn cancels them: a refusal,
+    or, where the answer has begun, a connection that closes before its end."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_on)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
+            if not has_begun:
+                refusal = _error(503, "the gateway is being stopped", {"Retry-After": "1"})
+                await refusal(scope, receive, send)
 
 
 class _Connection:
@@ -380,9 +411,9 @@ def _is_error(answer: httpx.Response) -> bool:
     return answer.status_code >= 500 or answer.status_code in OF_THE_SERVER
 
 
-def _passed_down(request: Request) -> dict[bytes, bytes]:
-    """As bytes: a header may have some that are no ASCII."""
-    return {name: value for name, value in request.headers.raw if name in PASSED_DOWN}
+def _passed(headers: list[tuple[bytes, bytes]], names: tuple[bytes, ...]) -> list[tuple[bytes, bytes]]:
+    """Those with these names, as bytes: some may be no ASCII."""
+    return [(name.lower(), value) for name, value in headers if name.lower() in names]
 
 
 async def _refused(_: Request, error: Exception) -> Response:
@@ -393,7 +424,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 async def _read(request: Request) -> Asked | None:
     """None: its body is no JSON object, or too late. Raises HTTPException for one that is too long, once it is there:
-    who still writes does not read."""
+    who still writes does not read; and when whoever asked is gone."""
     data, size = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_S):
@@ -404,11 +435,13 @@ async def _read(request: Request) -> Asked | None:
         if size > BODY_BYTES_MAX:
             raise HTTPException(413, LONG_BODY)
         body = await asyncio.to_thread(json.loads, data)
+    except ClientDisconnect:
+        raise HTTPException(CLIENT_CLOSED, "the client is gone") from None
     except (TimeoutError, ValueError, RecursionError):
         return None
     if not isinstance(body, dict):
         return None
-    return Asked(request.url.path, bytes(data), body, _passed_down(request))
+    return Asked(request.url.path, bytes(data), body, _passed(request.headers.raw, PASSED_DOWN))
 
 
 def _session(request: Request, body: dict[str, Any]) -> str:

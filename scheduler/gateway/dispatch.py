@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -103,7 +103,7 @@ class Asked:
     """Its body, which the server gets as it is."""
     body: dict[str, Any]
     """The same, read."""
-    headers: Mapping[bytes, bytes] = field(default_factory=dict)
+    headers: Sequence[tuple[bytes, bytes]] = ()
     """Those that the server gets: who asks, and under which trace."""
 
 

@@ -595,7 +595,13 @@ def test_room_for_nobody_is_refused(
     assert f"argument {option}: 0: must be at least 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("url", ["nonsense", "127.0.0.1:8000", "http://", "http://host:99999", "ftp://host"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("nonsense", "127.0.0.1:8000", "http://", "http://host:99999", "ftp://host"),
+        *("http://a..b:8000", f"http://{'a' * 64}:8000", "http://a\tb:8000"),
+    ],
+)
 def test_a_server_without_an_address_is_refused(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,21 +1,25 @@
-"""The gateway before servers that close what they kept, pack what nobody can unpack, take nothing, or come back; and
-clients whose headers are odd."""
+"""The gateway before servers that close what they kept, pack what nobody can unpack, take nothing, or come back;
+clients whose headers are odd; and how its process ends."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gzip
+import resource
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message
 
 from kvstore.scheduler.gateway import app as gateway_app
 from kvstore.scheduler.gateway import dispatch
@@ -179,6 +183,54 @@ def test_headers_that_are_no_ascii_are_passed_on(before: Callable[..., str]) -> 
     assert ask(before(echoes), headers={b"Authorization": b"bearer caf\xe9"}).content == b"bearer caf\xe9"
 
 
+ODD = "\N{LATIN SMALL LETTER E WITH ACUTE}\N{CJK UNIFIED IDEOGRAPH-4E2D}".encode()
+
+
+def test_headers_of_answers_that_are_no_ascii_are_passed_on_too(before: Callable[..., str]) -> None:
+    """An echo of the client's own, say; and whatever becomes of it, its server's slot is free again."""
+    url = before(lambda *_: said(b"fine", b"x-request-id: " + ODD))
+    answer = ask(url)
+    assert (answer.status_code, dict(answer.headers.raw)[b"x-request-id"]) == (200, ODD)
+    assert running(url) == 0
+
+
+def test_a_list_of_models_has_the_type_that_its_server_says(before: Callable[..., str]) -> None:
+    url = before(
+        lambda *_: (
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/plain; x=" + ODD + b"\r\ncontent-length: 2\r\n\r\n{}"
+        )
+    )
+    answer = httpx.get(f"{url}/v1/models")
+    assert (answer.text, dict(answer.headers.raw)[b"content-type"]) == ("{}", b"text/plain; x=" + ODD)
+
+
+def test_who_goes_away_within_his_body_is_no_error() -> None:
+    async def asked() -> list[Message]:
+        told: list[Message] = [
+            {"type": "http.request", "body": b'{"pro', "more_body": True},
+            {"type": "http.disconnect"},
+        ]
+        said: list[Message] = []
+
+        async def receive() -> Message:
+            return told.pop(0)
+
+        async def send(message: Message) -> None:
+            said.append(message)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+            "headers": [],
+        }
+        await create_app(Settings(("http://127.0.0.1:1",)))(scope, receive, send)
+        return said
+
+    assert asyncio.run(asked())[0]["status"] == gateway_app.CLIENT_CLOSED
+
+
 def test_headers_that_are_no_http_are_the_clients_fault(before: Callable[..., str]) -> None:
     """uvicorn refuses them where h11 reads them, and not where httptools does."""
 
@@ -216,9 +268,7 @@ def test_who_does_not_read_his_answer_keeps_no_slot(
 ) -> None:
     monkeypatch.setattr(gateway_app, "READ_S", 0.3)
     url = before(endless)
-    host, _, port = url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port))) as silent:
-        silent.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
+    with asking(url):
         eventually(lambda: running(url) == 1)
         eventually(lambda: running(url) == 0)
 
@@ -251,32 +301,93 @@ def timers_to(port: int) -> list[str]:
     return [row[5].partition(":")[0] for row in rows if row[2].endswith(f":{port:04X}") and row[3] == "01"]
 
 
+@contextlib.contextmanager
+def running_program(server: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The gateway as a process of its own, which answers, and its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [*PROGRAM, "--server", server, "--port", str(port), *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as program:
+        try:
+            eventually(lambda: answers(url) or program.poll() is not None, bound_s=100)
+            assert program.poll() is None, program.communicate()
+            yield program, url
+        finally:
+            program.kill()
+
+
+def asking(url: str) -> socket.socket:
+    """Of a request that was sent."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    client = socket.create_connection((host, int(port)), BOUND_S)
+    client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
+    return client
+
+
+def everything(client: socket.socket) -> bytes:
+    """Until the connection closes."""
+    with client.makefile("rb") as stream:
+        return stream.read()
+
+
+def streams_for_ever(number: int, headers: Mapping[bytes, bytes]) -> Iterator[bytes]:
+    yield b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    while True:
+        yield b"5\r\nfirst\r\n"
+        time.sleep(0.01)
+
+
 def test_requests_have_a_while_to_end_after_sigterm() -> None:
     """A server that goes on answering for ever keeps no gateway from its end."""
-    asked, end = threading.Event(), threading.Event()
+    with (
+        contextlib.closing(Peer(streams_for_ever)) as peer,
+        running_program(peer.url, "--drain-s", "1", "--slots", "1") as (program, url),
+        asking(url) as streamed,
+    ):
+        assert streamed.recv(1)
+        with asking(url) as waits:
+            eventually(lambda: figure(url, "attnstore_gateway_waiting") == 1)
+            program.terminate()
+            assert not everything(streamed).endswith(b"0\r\n\r\n")
+            answer = everything(waits)
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"the gateway is being stopped" in answer
+        assert "Traceback" not in program.communicate(timeout=BOUND_S)[1]
+        assert program.returncode == 0
 
-    def silent(number: int, headers: Mapping[bytes, bytes]) -> bytes:
-        asked.set()
-        end.wait(BOUND_S)
-        return b""
 
-    with contextlib.closing(Peer(silent)) as peer, socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-        free.close()
-        command = [*PROGRAM, "--server", peer.url, "--port", port, "--drain-s", "1"]
-        program = subprocess.Popen(command)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            eventually(lambda: answers(url))
-            with socket.create_connection(("127.0.0.1", int(port))) as client:
-                client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
-                assert asked.wait(BOUND_S)
-                program.terminate()
-                program.wait(BOUND_S)
-        finally:
-            end.set()
-            program.kill()
-            program.wait()
+def test_a_second_signal_ends_it_at_once() -> None:
+    with (
+        contextlib.closing(Peer(streams_for_ever)) as peer,
+        running_program(peer.url, "--drain-s", "3600") as (program, url),
+        asking(url) as streamed,
+    ):
+        assert streamed.recv(1)
+        program.send_signal(signal.SIGINT)
+        eventually(lambda: not answers(url))
+        program.terminate()
+        assert "Traceback" not in program.communicate(timeout=BOUND_S)[1]
+        assert program.returncode == 0
+
+
+def test_it_may_have_as_many_connections_as_the_system_allows() -> None:
+    """More than a shell allows: else it would leave out servers, to which it cannot connect then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
+    try:
+        with running_program("http://127.0.0.1:1") as (program, _):
+            assert resource.prlimit(program.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_port_that_somebody_else_has_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        command = [*PROGRAM, "--server", "http://127.0.0.1:1", "--port", str(taken.getsockname()[1])]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 3
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("gateway: ") and line.endswith("address already in use")
 
 
 def answers(url: str) -> bool:

@@ -1,0 +1,35 @@
+"""The gateway's process, until it is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from types import FrameType
+
+import uvicorn
+
+from kvstore.scheduler.gateway.app import Settings, create_app
+
+
+def serve(settings: Settings, *, host: str, port: int, drain_s: int) -> None:
+    """Ends the process with status 3, and a line in the log, where it cannot listen there."""
+    _, files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # a request that runs has two; a shell allows 1,024 in all
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))
+    config = uvicorn.Config(
+        create_app(settings),
+        host=host,
+        port=port,
+        log_config=None,
+        log_level="warning",
+        timeout_graceful_shutdown=drain_s,
+    )
+    _Server(config).run()
+
+
+class _Server(uvicorn.Server):
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The second signal ends it at once. uvicorn's own method also has the signal raised once more at the end, and
+        the process ended by it."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
