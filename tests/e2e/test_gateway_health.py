@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 import httpx
 import pytest
 
-from kvstore.scheduler.gateway import dispatch, health
+from kvstore.scheduler.gateway import app, dispatch, health
 
 from .ssd_tools import eventually
 from .test_gateway import BOUND_S, Asking, OpenAi, figure, gateway, servers
@@ -55,6 +55,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "ANSWER_S", 2.0)
     monkeypatch.setattr(health, "SILENCES_MAX", 2)
     monkeypatch.setattr(dispatch, "OUT_S", 0.1)
+    monkeypatch.setattr(app, "CONNECT_S", BOUND_S)  # and patient, where a server is there
 
 
 @pytest.fixture
