@@ -605,7 +605,7 @@ def test_room_for_nobody_is_refused(
 def test_a_server_without_an_address_is_refused(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["gateway", "--server", f"{url}=gpu-1", "--run-dir", "/nowhere"])
+    monkeypatch.setattr("sys.argv", ["gateway", "--server", f"{url}=gpu-1"])
     with pytest.raises(SystemExit) as ended:
         gateway_program.main()
     assert ended.value.code == 2
