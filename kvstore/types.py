@@ -33,6 +33,10 @@ KEY_BYTES_MAX = 64
 MAKER_BYTES = 16
 SESSION_NAME_BYTES_MAX = 256
 KEYS_PER_REQUEST_MAX = 4096
+TTL_MS_MAX = 24 * 3600 * 1000
+"""Longest time a request may name; the core clips it further."""
+POSITION_MAX = 1 << 40
+"""Tokens of a session, positions and their deltas."""
 EXTENTS_PER_ANSWER_MAX = 16_384
 """(key, shard) pairs of one lease or reservation. Handling more would keep everybody else waiting."""
 

@@ -20,7 +20,7 @@ from kvstore.client.mapped_extents import MappedExtents
 from kvstore.client.mappings import Mappings
 from kvstore.client.requests import check_share, checked_keys
 from kvstore.directory import ON_SSD, Found
-from kvstore.types import ChunkKey, NamespaceId, Outcome, Protection, Reason
+from kvstore.types import POSITION_MAX, TTL_MS_MAX, ChunkKey, NamespaceId, Outcome, Protection, Reason
 from kvstore.v1 import store_pb2
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Reader:
 
     def peek(self, keys: Sequence[ChunkKey], *, token_count: int = 0) -> Peeked | None:
         keys = checked_keys("keys", keys)
-        token_count = whole("token_count", token_count)
+        token_count = whole("token_count", token_count, 0, POSITION_MAX)
         published = self._binding.looked_up(keys)
         if published is None:
             return None
@@ -127,7 +127,7 @@ class Reader:
         self, keys: Sequence[ChunkKey], token_count: int, timeout_s: float | None
     ) -> Operation[Matched]:
         keys = checked_keys("keys", keys)
-        token_count = whole("token_count", token_count)
+        token_count = whole("token_count", token_count, 0, POSITION_MAX)
         self._connection.deadline(timeout_s)
         published = self._binding.looked_up(keys)
         if published is None or self._is_for_the_daemon(*published, all_keys=True):
@@ -171,8 +171,9 @@ class Reader:
     ) -> Operation[ReadLease]:
         keys = checked_keys("keys", keys)
         shard_numbers = self._geometry.shards_of(tuple(wholes("shards", shards)))
-        wait_ms = whole("wait_ms", wait_ms)
-        ttl_ms = whole("ttl_ms", ttl_ms)
+        # The daemon refuses what is longer, and a refused read is a miss; its own bounds are far below.
+        wait_ms = min(whole("wait_ms", wait_ms), TTL_MS_MAX)
+        ttl_ms = min(whole("ttl_ms", ttl_ms), TTL_MS_MAX)
         any_order = flag("any_order", any_order)
         promote = flag("promote", promote)
         if verify is not None:

@@ -24,7 +24,9 @@ from kvstore.types import (
     KEY_BYTES_MAX,
     KEYS_PER_REQUEST_MAX,
     MAKER_BYTES,
+    POSITION_MAX,
     SESSION_NAME_BYTES_MAX,
+    TTL_MS_MAX,
     ActionKind,
     ChunkKey,
     LeaseId,
@@ -37,11 +39,7 @@ from kvstore.types import (
 )
 from kvstore.v1 import admin_pb2, hints_pb2, stats_pb2, store_pb2
 
-TTL_MS_MAX = 24 * 3600 * 1000
 HINT_NUMBER_MAX = 1 << 53
-"""Longest time a request may name; the core clips it further."""
-POSITION_MAX = 1 << 40
-"""Tokens of a session, positions and their deltas."""
 NUMBER_MAX = (1 << 63) - 1
 QUEUE_POSITION_MAX = 1 << 31
 JOB_NAME_BYTES_MAX = 64

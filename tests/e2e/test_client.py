@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from kvstore import errors
+from kvstore.arguments import NUMBER_MAX
 from kvstore.client import (
     Client,
     CommitOutcome,
@@ -33,7 +34,16 @@ from kvstore.client import (
     connect_async,
 )
 from kvstore.layout import GroupSpec, LayerSlice, NamespaceSpec
-from kvstore.types import ChunkKey, CommitResult, GrantResult, Outcome, Protection, Reason, Wait
+from kvstore.types import (
+    TTL_MS_MAX,
+    ChunkKey,
+    CommitResult,
+    GrantResult,
+    Outcome,
+    Protection,
+    Reason,
+    Wait,
+)
 from kvstore.v1 import store_pb2
 
 BOUND_S = 20.0
@@ -341,6 +351,20 @@ def test_a_reader_waits_for_a_save_that_is_aborted(space: Namespace) -> None:
     assert again(space, keys) == (GrantResult.GRANTED,) * 2
 
 
+@pytest.mark.parametrize("forever", [TTL_MS_MAX + 1, NUMBER_MAX])
+def test_a_reader_that_would_wait_for_ever_or_keep_its_lease(space: Namespace, forever: int) -> None:
+    """No time is too long: a request that the daemon refuses looks like a daemon that is away."""
+    keys = keys_of(space, 2)
+    batch = space.write(keys)
+    waiting = space.read(keys, wait_ms=forever, ttl_ms=forever, any_order=True)
+    assert waiting.outcomes == (Outcome.PENDING,) * 2
+    batch.abort()
+    assert waiting.settled() == ()
+    save(space, keys)
+    with space.read(keys, ttl_ms=forever, pin=True) as lease:
+        assert lease.hits == 2
+
+
 def test_sessions(space: Namespace) -> None:
     keys = keys_of(space, 3)
     save(space, keys)
@@ -380,6 +404,7 @@ def test_a_caller_is_told_what_it_got_wrong(client: Client, space: Namespace) ->
         ("shards", lambda: space.read([key], shards=[1])),
         ("shards", lambda: space.write([key], shards=[0, 0])),
         ("token_count", lambda: space.match([key], token_count=-1)),
+        ("token_count", lambda: space.match([key], token_count=1 << 41)),
         ("ttl_ms", lambda: space.read([key], ttl_ms=-1)),
         ("wait_ms", lambda: space.read([key], wait_ms=1 << 80)),
         ("verify", lambda: space.read([key], verify=1.5)),
