@@ -66,7 +66,6 @@ PASSED_ON = (b"content-type", b"content-encoding", b"retry-after", b"x-request-i
 """Headers of answers that clients get,"""
 PASSED_DOWN = (b"authorization", b"content-type", b"x-request-id", b"traceparent", b"tracestate")
 """and of requests that servers get."""
-NO_BODY = f"the body is no JSON object that arrives within {BODY_S:g} s"
 LONG_BODY = f"a body has at most {BODY_BYTES_MAX} bytes"
 log = logging.getLogger(__name__)
 
@@ -151,8 +150,6 @@ class Gateway:
 
     async def generate(self, request: Request) -> Response:
         asked = await _read(request)
-        if asked is None:
-            return _error(400, NO_BODY)
         costs = None
         if self._routes and self.ahead is not None:
             costs = await self.ahead.costs(asked)
@@ -250,8 +247,6 @@ class Gateway:
 
     async def presence(self, request: Request) -> Response:
         asked = await _read(request)
-        if asked is None:
-            return _error(400, NO_BODY)
         times = [asked.body.get(field, 0) for field in ("eta_s", "ttl_s")]
         for value in times:
             if type(value) not in (int, float) or not 0 <= value <= PRESENCE_S_MAX:
@@ -417,13 +412,13 @@ def _passed(headers: list[tuple[bytes, bytes]], names: tuple[bytes, ...]) -> lis
 
 
 async def _refused(_: Request, error: Exception) -> Response:
-    """No such path, or no such method of it, as well as a body that is too long."""
+    """No such path, or no such method of it, as well as a body that cannot be read."""
     assert isinstance(error, HTTPException)
     return _error(error.status_code, error.detail, dict(error.headers or {}))
 
 
-async def _read(request: Request) -> Asked | None:
-    """None: its body is no JSON object, or too late. Raises HTTPException for one that is too long, once it is there:
+async def _read(request: Request) -> Asked:
+    """Raises HTTPException for a body that is no JSON object or late, and, once it is there, for one that is too long:
     who still writes does not read; and when whoever asked is gone."""
     data, size = bytearray(), 0
     try:
@@ -437,10 +432,12 @@ async def _read(request: Request) -> Asked | None:
         body = await asyncio.to_thread(json.loads, data)
     except ClientDisconnect:
         raise HTTPException(CLIENT_CLOSED, "the client is gone") from None
-    except (TimeoutError, ValueError, RecursionError):
-        return None
+    except TimeoutError:
+        raise HTTPException(400, f"the body has not arrived within {BODY_S:g} s") from None
+    except (ValueError, RecursionError) as problem:
+        raise HTTPException(400, f"the body is no JSON: {problem}") from None
     if not isinstance(body, dict):
-        return None
+        raise HTTPException(400, "the body is no JSON object")
     return Asked(request.url.path, bytes(data), body, _passed(request.headers.raw, PASSED_DOWN))
 
 

@@ -301,11 +301,21 @@ NESTED = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 
 @pytest.mark.parametrize(
-    "body", [b"no json", b"[1]", b"", NESTED, b"\xff\xfe"], ids=lambda body: repr(body[:8])
+    ("body", "why"),
+    [
+        (b"no json", "the body is no JSON: Expecting value: line 1 column 1"),
+        (b"[1]", "the body is no JSON object"),
+        (b"", "the body is no JSON: Expecting value"),
+        (NESTED, "the body is no JSON: maximum recursion depth"),
+        (b"\xff\xfe", "the body is no JSON: "),
+    ],
+    ids=["text", "list", "nothing", "nested", "no UTF-8"],
 )
-def test_what_cannot_be_read_is_refused(gateway: Callable[..., str], body: bytes) -> None:
+def test_what_cannot_be_read_is_refused_and_why(gateway: Callable[..., str], body: bytes, why: str) -> None:
     answer = httpx.post(f"{gateway()}/v1/completions", content=body)
-    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["type"] == "invalid_request_error"
+    assert error["message"].startswith(why)
 
 
 def test_too_many_are_refused(servers: list[OpenAi], gateway: Callable[..., str]) -> None:
