@@ -460,7 +460,7 @@ def test_what_came_while_the_daemon_was_away_is_told_once_it_is_back(
     eventually(lambda: figure(url, "attnstore_gateway_hints_told_total") == 1)
     daemon.kill()
     waits.append(Asking(url, {"prompt": token_ids(PROMPT)}))
-    eventually(lambda: figure(url, "attnstore_gateway_hints_unknown_total") == 1)
+    eventually(lambda: figure(url, "attnstore_gateway_waiting") == 2)
     with contextlib.closing(client_of(start_daemon(**settings))) as client:
         client.open(SPEC)
         eventually(lambda: queued(client) == 2)
