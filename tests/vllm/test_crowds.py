@@ -58,7 +58,8 @@ SHAPE: dict[str, Any] = {
 }
 FULL = FullAttentionSpec(**SHAPE)
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=80)
-NARROW = SlidingWindowSpec(**SHAPE, sliding_window=33)
+NARROW = SlidingWindowSpec(**SHAPE, sliding_window=40)
+"""Not 33, of which vLLM 0.32 saves one block and asks for two: never a hit."""
 BLOCK_BYTES = LAYERS * FULL.page_size_bytes
 SEEDS = 4
 pytestmark = pytest.mark.timeout(600)
@@ -389,8 +390,9 @@ class ByTier(Crowd):
 
     def __init__(self, model: Path, run_dir: Path, chosen: random.Random, extra: dict[str, Any], **more: Any):
         transfer = tiering(run_dir, **extra)
-        rows = ROWS * len(more.get("specs", (FULL,)))
-        transfer["kv_connector_extra_config"]["cpu_bytes_to_use"] = rows * BLOCK_BYTES
+        groups = len(more.get("specs", (FULL,)))
+        # A row has room for a block of each group.
+        transfer["kv_connector_extra_config"]["cpu_bytes_to_use"] = ROWS * groups * groups * BLOCK_BYTES
         super().__init__(model, transfer, chosen, **more)
         self.manager = self.scheduler.connector.connector_scheduler.manager
         (self.tier,) = self.manager.secondary_tiers
